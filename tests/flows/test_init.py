@@ -199,18 +199,24 @@ def test_a_column_with_the_names_of_all_targets_pairs_them_and_without_one_their
 
 def test_a_target_column_is_an_option(own: Path) -> None:
     """Its files may stand beside the prompts, and two columns may name files."""
-    (own / "images" / "mine.csv").write_text(
-        "caption,before,after\nred,00000.png,00001.png\nblue,00001.png,00000.png\n"
-    )
+    rows = "caption,before,after\nred,00000.png,00001.png\nblue,00001.png,00000.png\n"
+    (own / "images" / "mine.csv").write_text(rows)
     given = {"prompts": str(own / "images" / "mine.csv"), "reward": "r2"}
     (error,) = refused(lambda: write(own / "none", **given, targets=str(own / "images")))
-    assert error.place == "--target-column"
-    assert "before, after" in error.hint
-    for targets in (None, str(own / "images")):
-        file = write(own / f"run{targets is None}", **given, targets=targets, target_column="after")
-        assert read_config(file).data.target_column == "after"
-        (known,) = run_checks(read_config(file)).usable("data")
-        assert [Path(target.uri).name for target in known.targets if target is not None] == ["00001.png", "00000.png"]
+    assert (error.place, "before, after" in error.hint) == ("--target-column", True)
+    file = write(own / "run", **given, target_column="after")
+    (known,) = run_checks(read_config(file)).usable("data")
+    assert [Path(target.uri).name for target in known.targets if target is not None] == ["00001.png", "00000.png"]
+
+
+def test_the_command_shows_the_first_targets_and_names_its_folder_as_a_shell_reads_it(own: Path) -> None:
+    folder = own / "sp dir" / "f"
+    given = ["--prompts", str(own / "mine.txt"), "--targets", str(own / "images"), "--reward", "r2"]
+    result = CliRunner().invoke(application, ["init", str(folder), *given])
+    assert "data.targets: a red circle -> 00000.png; a blue square -> 00001.png\n" in result.stderr
+    assert shlex.split(result.stderr.splitlines()[-1])[3] == f"{folder}/config.yaml,"
+    comment = (folder / "config.yaml").read_text().splitlines()[1]
+    assert shlex.split(comment)[1:] == ["grpo", "doctor", f"{folder}/config.yaml"]
 
 
 def test_the_work_is_said_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,14 +237,6 @@ def test_held_out_prompts_that_are_the_training_prompts_are_refused(own: Path) -
             write(own / "run", prompts=str(own / "mine.txt"), heldout=str(heldout))
         assert [(each.place, each.value) for each in refusal.value.errors] == [("--heldout", str(heldout))]
         assert not (own / "run").exists()
-
-
-def test_commands_name_a_folder_with_a_blank_as_a_shell_reads_it(own: Path) -> None:
-    folder = own / "sp dir" / "f"
-    result = CliRunner().invoke(application, ["init", str(folder), "--kind", "causal_lm"])
-    assert shlex.split(result.stderr.splitlines()[-1])[3] == f"{folder}/config.yaml,"
-    comment = (folder / "config.yaml").read_text().splitlines()[1]
-    assert shlex.split(comment)[1:] == ["grpo", "doctor", f"{folder}/config.yaml"]
 
 
 def test_an_own_function_is_named_by_its_file(own: Path) -> None:
@@ -272,17 +270,12 @@ def test_the_examples_reward_what_their_prompts_ask_for(tmp_path: Path) -> None:
     assert example(tmp_path / "vision", "vision_lm")(boxes, [[4, 8, 20, 24]] * 4) == pytest.approx([1, 0.9, 0, 0])
 
 
-def text_model(folder: Path, positions: int) -> str:
-    """A text model of one's own that reads and writes so many ids."""
-    shutil.copytree(MODELS["causal_lm"], folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
-    return str(folder)
-
-
 @pytest.mark.parametrize(("positions", "length"), [(96, 48), (32768, 64)])
 def test_completions_have_room_in_the_model(tmp_path: Path, positions: int, length: int) -> None:
-    file = write(tmp_path / "run", model=text_model(tmp_path / "model", positions))
+    model = Path(shutil.copytree(MODELS["causal_lm"], tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+    file = write(tmp_path / "run", model=str(model))
     assert read_config(file).rollout.max_completion_length == length
 
 
@@ -294,13 +287,6 @@ def test_defaults_that_a_model_does_not_take_can_be_changed_in_the_file(tmp_path
     assert (error.place, error.value) == ("rollout.width and height", "512x512")
     assert str(file) in error.hint
     run_checks(read_config(file, ["rollout.width=64", "rollout.height=64"]))
-
-
-def test_the_first_targets_are_shown(own: Path) -> None:
-    given = ["--prompts", str(own / "mine.txt"), "--targets", str(own / "images"), "--reward", "r2"]
-    result = CliRunner().invoke(application, ["init", str(own / "run"), *given])
-    assert result.exit_code == 0
-    assert "data.targets: a red circle -> 00000.png; a blue square -> 00001.png\n" in result.stderr
 
 
 def test_own_prompts_are_held_out(own: Path) -> None:

@@ -105,22 +105,6 @@ class TestAdvantages:
         assert advantages(finished, 1)["reward"].to_list() == pytest.approx(mixed, rel=1e-6)
 
     @pytest.mark.slow
-    def test_a_rescoring_of_the_source(self, finished: Runs) -> None:
-        def turned(table: pl.DataFrame) -> pl.DataFrame:
-            return table.with_columns(pl.col("advantage") * -1.0)
-
-        for number in (1, 2):
-            place = f"iteration_{number:06d}/advantages"
-            rewrite(finished, place, lambda table: table, to=f"rescored/same/{place}")
-            rewrite(finished, place, turned, to=f"rescored/turned/{place}")
-        same, _ = run_replay(finished, advantages="same", name="same")
-        turned_round, _ = run_replay(finished, advantages="turned", name="turned")
-        assert same.policy_digest == finished.policy_digest(2) != turned_round.policy_digest
-        assert advantages(finished, 1, "turned")["advantage"].to_list() == [
-            -value for value in advantages(finished, 1, "run")["advantage"]
-        ]
-
-    @pytest.mark.slow
     def test_iterations_of_other_numbers_keep_their_tables_where_they_are_used(self, finished: Runs) -> None:
         for overrides in ((), ("rewards.1.weight=-3.0",)):
             again = ("run.on_change=restart", *overrides)
@@ -209,14 +193,3 @@ class TestStaleness:
         assert finished.path("policies/000001.manifest.json", run="other").is_file()
         corrected, _ = run_replay(finished, "update.learning_rate=1e-4", max_staleness=1, name="other")
         assert corrected.iterations == 2
-
-
-class TestEvaluation:
-    def test_held_out_prompts_are_sampled_as_in_training(self, finished: Runs) -> None:
-        held_out = [f"{key.replace('__', '.')}={value}" for key, value in EVALUATED.items()]
-        summary, heard = run_replay(finished, *held_out, iterations="1")
-        sampled = [stage for stage in heard.stages if "collect rollouts" in stage]
-        assert sampled == [f"evaluation of policy {version}: collect rollouts" for version in (0, 1)]
-        assert summary.heldout_before is not None
-        assert summary.heldout_after is not None
-        assert summary.policy_digest == finished.policy_digest(1)

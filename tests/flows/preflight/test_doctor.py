@@ -1,7 +1,6 @@
 """`grpo doctor`: what it finds, the memory it estimates for shipped files, and that it changes nothing."""
 
 import json
-import re
 import shlex
 import shutil
 import signal
@@ -26,7 +25,6 @@ from transformers import (
     AutoTokenizer,
     LlamaConfig,
     MambaConfig,
-    Phi3Config,
     PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -197,11 +195,6 @@ def test_what_a_function_uses_and_no_key_sees_is_named_as_at_a_start(tmp_path: P
     assert {*noted} <= {*finding.notes}
 
 
-def test_an_unknown_tracker_is_a_problem_of_its_own(tmp_path: Path) -> None:
-    _, hints = examined(TINY, f"storage.root={tmp_path}", "run.trackers=[tensorbord]")
-    assert set(hints) == {"trackers"}
-
-
 def test_sizes_are_named_and_the_largest_decides_the_memory(tmp_path: Path) -> None:
     """Tokens: 16 and 64 of a square; 8 x 12 and, of aspect 1.5, 3 x 4 (4 sqrt(2/3) = 3.3, 4 sqrt(1.5) = 4.9)."""
     rows = [{"prompt": "a heart", "size": size} for size in (None, "96x64", "96x64")]
@@ -232,20 +225,14 @@ def test_states_count_towards_the_disk(tmp_path: Path) -> None:
     assert "262144 images take at most 3 GiB, their denoising states 0.28 GiB" in disk.message
 
 
-def test_a_prompt_that_the_model_cannot_read(tmp_path: Path) -> None:
-    path = tmp_path / "long.jsonl"
-    path.write_text(json.dumps({"prompt": "sort the letters of goga" * 999, "answer": "aggo", "word": "goga"}))
-    hints = examined(TINY_TEXT, f"storage.root={tmp_path}", f"data.prompts={path}")[1]
-    assert "max_completion_length" in hints["model"]
-
-
 def test_each_problem_has_a_subject_and_a_hint(tmp_path: Path) -> None:
     wrong = ["data.prompts=missing.txt", "placement.devices=cuda", "storage.root=nosuch://runs"]
+    wrong += ["run.trackers=[tensorbord]"]
     sets = [part for override in wrong for part in ("--set", override)]
     result = CliRunner().invoke(application, ["doctor", str(TINY), *sets, "--json"])
     assert result.exit_code == 2
     findings = [each for each in json.loads(result.stdout.splitlines()[-1])["findings"] if not each["healthy"]]
-    assert {each["subject"] for each in findings} == {"prompts", "device", "storage", "memory"}
+    assert {each["subject"] for each in findings} == {"prompts", "device", "storage", "memory", "trackers"}
     assert all(each["hint"] in " ".join(result.stderr.split()) for each in findings)
 
 
@@ -256,46 +243,27 @@ def text_model(folder: Path, config: PreTrainedConfig) -> tuple[str, ...]:
     return (f"policy.model={folder}/model", f"storage.root={folder}/runs", "policy.lora={rank: 2}")
 
 
-def test_doctor_and_train_refuse_a_model_alike(tmp_path: Path) -> None:
-    overrides = text_model(tmp_path, MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=288))
-    diagnosis, hints = examined(TINY_TEXT, *overrides)
-    (error,) = refused(lambda: check_inputs(read_config(TINY_TEXT, overrides)))
-    assert [each.hint for each in diagnosis.findings if each.subject == "model"] == [error.hint] == [hints["model"]]
-    assert "A mamba model cannot be trained here: layers keep a state" in error.hint
-
-
-ASKED: dict[str, object] = {"role": "user", "content": "2+2?"}
-BAD_PROMPTS: dict[str, object] = {
-    "no content": [{"role": "user", "content": None}],
-    "a call of a tool": [ASKED, {"role": "assistant", "tool_calls": [{"id": "a"}]}],
-    "an image": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
-    "nobody is answered": [{"role": "system", "content": "add"}],
-    "ShareGPT": [{"from": "human", "value": "2+2?"}],
-    "messages as text": json.dumps([ASKED]),
+SMALL = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+REFUSED: Mapping[str, tuple[PreTrainedConfig, str]] = {
+    "policy.lora={rank: 2}": (MambaConfig(**SMALL, num_hidden_layers=2), "A mamba model cannot be trained here: "),
+    "policy.lora={rank: 2, targets: lm_head, init_lora_weights: pissa}": (
+        Qwen2Config(**SMALL, num_hidden_layers=2, num_key_value_heads=2, eos_token_id=268, tie_word_embeddings=True),
+        "moves a part of the weights of lm_head into an adapter",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", BAD_PROMPTS)
-def test_doctor_and_train_refuse_a_prompt_alike(tmp_path: Path, case: str) -> None:
-    rows = [{"prompt": [ASKED], "answer": "4"}, {"prompt": BAD_PROMPTS[case], "answer": "4"}]
-    if case == "messages as text":
-        rows = rows[1:]
-    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    overrides = (f"data.prompts={tmp_path}/set.jsonl", f"storage.root={tmp_path}/runs")
-    _, hints = examined(TINY_TEXT, *overrides)
+@pytest.mark.parametrize("lora", REFUSED)
+def test_doctor_and_train_refuse_a_model_alike(tmp_path: Path, lora: str) -> None:
+    config, hint = REFUSED[lora]
+    overrides = (*text_model(tmp_path, config), lora)
+    diagnosis, hints = examined(TINY_TEXT, *overrides)
     (error,) = refused(lambda: check_inputs(read_config(TINY_TEXT, overrides)))
-    assert hints["prompts"] == error.hint
-    assert f"line {len(rows)}, column prompt" in error.place
+    assert [each.hint for each in diagnosis.findings if each.subject == "model"] == [error.hint] == [hints["model"]]
+    assert hint in error.hint
 
 
-def test_doctor_and_train_refuse_an_answer_alike(tmp_path: Path) -> None:
-    (tmp_path / "set.csv").write_text("prompt,result\n2+2?,4.0\n")
-    reward = 'rewards=[{"reward": "answer", "settings": {"column": "result"}}]'
-    overrides = (f"data.prompts={tmp_path}/set.csv", reward, "evaluate.prompts=null", f"storage.root={tmp_path}/runs")
-    _, hints = examined(TINY_TEXT, *overrides)
-    (error,) = refused(lambda: check_inputs(read_config(TINY_TEXT, overrides)))
-    assert hints["rewards"] == error.hint
-    assert (error.place.endswith("row 1, column result"), error.value) == (True, 4.0)
+ASKED: dict[str, object] = {"role": "user", "content": "2+2?"}
 
 
 def test_an_answer_that_the_prompt_begins_is_said(tmp_path: Path) -> None:
@@ -337,13 +305,6 @@ def test_the_model_is_loaded_and_tried_if_asked(tmp_path: Path, monkeypatch: pyt
     assert caught.value.place == "policy.model"
 
 
-def test_a_subject_with_a_problem_has_no_other_verdict(tmp_path: Path) -> None:
-    """Of a hub name nothing is known until its size is estimated."""
-    diagnosis, hints = examined(TINY_TEXT, f"storage.root={tmp_path}", "policy.model=nobody/nothing")
-    assert [each.healthy for each in diagnosis.findings if each.subject == "model"] == [False]
-    assert set(hints) == {"model"}
-
-
 @pytest.mark.parametrize(
     ("config", "changes", "counted"),
     [
@@ -362,8 +323,7 @@ def test_targets_are_counted_where_there_are_any(
     assert ("target" in finding.message) == any("target" in note for note in finding.notes) == (config is TINY)
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_position_embeddings": 20}])
-@pytest.mark.parametrize("consent", [True, False])
+@pytest.mark.parametrize(("consent", "changes"), [(True, {}), (True, {"max_position_embeddings": 20}), (False, {})])
 def test_weights_that_a_run_would_download_are_no_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consent: bool, changes: dict[str, int]
 ) -> None:
@@ -408,8 +368,9 @@ def test_a_hub_that_does_not_answer_is_asked_once(tmp_path: Path, monkeypatch: p
     with TCPServer(("127.0.0.1", 0), SilentHub) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
-        _, hints = examined(TINY_TEXT, f"storage.root={tmp_path}", "policy.model=nobody/nothing")
+        diagnosis, hints = examined(TINY_TEXT, f"storage.root={tmp_path}", "policy.model=nobody/nothing")
         server.shutdown()
+    assert [each.healthy for each in diagnosis.findings if each.subject == "model"] == [False]
     assert (SilentHub.connections, set(hints)) == (1, {"model"})
     assert huggingface_hub.is_offline_mode()
 
@@ -433,16 +394,6 @@ def test_the_command_of_a_fitting_server_has_what_adapters_and_images_need(tmp_p
     assert reading["--max-lora-rank"] == "64"
     assert "--enable-lora" in reading
     assert "--enable-scale-out" not in reading
-
-
-def test_devices_divide_the_rollouts_that_they_sample(tmp_path: Path) -> None:
-    two = (f"storage.root={tmp_path}", "placement.devices=[cpu, cpu]", "rollout.prompts_per_batch=1")
-    by_server = ("policy.lora={rank: 8}", "rollout.engine=vllm", f"rollout.vllm={{command: {sys.executable}}}")
-    divided = []
-    for changes in ((), by_server):
-        diagnosis, _ = examined(TINY_TEXT, *two, *changes)
-        divided += ["2 shards" in each.message for each in diagnosis.findings if each.subject == "device"]
-    assert divided == [True, False]
 
 
 FUNCTIONS = """
@@ -575,33 +526,6 @@ def test_memory_is_that_of_the_longest_prompt(tmp_path: Path) -> None:
     assert diagnosis.memory is not None
     parts = {part.name: part.bytes for part in diagnosis.memory.parts}
     assert parts["key-value cache"] == rows * (longest + 20 - 1) * values * 4
-
-
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-SMALL = {"vocab_size": 288, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-FEW = {**SMALL, "num_hidden_layers": 2, "num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": None}
-WRONG: Mapping[str, tuple[PreTrainedConfig, str, str]] = {
-    "rows past the change of LongRoPE": (
-        Phi3Config(**FEW, eos_token_id=268, original_max_position_embeddings=28, rope_parameters=dict(LONGROPE)),
-        "rollout.max_completion_length=24",
-        r"28, past which the frequencies of its LongRoPE \(phi3\) change \(it reads 4096 ids with others\)",
-    ),
-    "a tied weight that would be moved": (
-        Qwen2Config(**FEW, eos_token_id=268, tie_word_embeddings=True),
-        "policy.lora={rank: 2, targets: lm_head, init_lora_weights: pissa}",
-        "moves a part of the weights of lm_head into an adapter",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_doctor_and_train_refuse_what_the_model_gets_wrong(what: str, tmp_path: Path) -> None:
-    config, change, hint = WRONG[what]
-    overrides = (*text_model(tmp_path, config), change)
-    (error,) = refused(lambda: check_inputs(read_config(TINY_TEXT, overrides)))
-    assert re.search(hint, error.hint)
-    _, hints = examined(TINY_TEXT, *overrides)
-    assert hints["model"] == error.hint
 
 
 @pytest.mark.parametrize(

@@ -1,42 +1,29 @@
 """A run folder that comes from elsewhere runs no code and sends no token without consent."""
 
-import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from configs.loader import read_config
-from configs.scoring import RewardSection
-from flows import evaluate, replay
-from flows.compare_runs import compare
+from configs.training import RewardSection
 from flows.deploy import evaluation
 from flows.evaluation import plan_evaluate
-from flows.export.plan import plan_export
-from flows.inspect_run import inspect_run
-from flows.list_runs import list_runs
-from flows.pipeline.requests import EvaluateRequest, ExportRequest, ReplayRequest, RescoreRequest, SampleRequest
+from flows.pipeline.requests import EvaluateRequest, ReplayRequest
 from flows.preflight.files import refuse_missing_files
 from flows.preflight.trust import require_trust
-from flows.pruning.prune import prune
-from flows.pruning.request import PruneRequest
 from flows.replaying import plan_replay
-from flows.rescoring.plan import plan_rescore
 from flows.rewards.analyse import analyse_rewards
-from flows.sample import open_source
 from grpo_core.errors import InputError
 from grpo_core.uses import Uses
-from tasks.runs.frames import open_run
 from tasks.runs.lookup import find_run
 from tasks.runs.stored import stored_config
 from tasks.runs.trust import Use, remember, uses_of
-from tasks.storage.files import dump_checked, load_checked
 from tests.flows.conftest import EVALUATED, TINY, Runs, refused
+from tests.flows.test_stranger import change_config
 
 SOURCE = """
 import pathlib
@@ -58,17 +45,7 @@ def trace(tmp_path: Path) -> Path:
     return tmp_path / "trace"
 
 
-def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a run's folder says about the run, as whoever sends it can, checksums included."""
-    values = yaml.safe_load((folder / "config.yaml").read_bytes())
-    change(values)
-    content = yaml.safe_dump(values).encode()
-    (folder / "config.yaml").write_bytes(content)
-    described = load_checked((folder / "run.json").read_bytes())
-    (folder / "run.json").write_bytes(dump_checked({**described, "config_sha256": hashlib.sha256(content).hexdigest()}))
-
-
-PLACES = ("rewards.0.settings.function", "guardrails.rewards.0.settings.function", "update.loss")
+GUARDRAIL = "guardrails.rewards.0.settings.function"
 
 
 def hostile(runs: Runs, trace: Path, place: str) -> str:
@@ -76,8 +53,6 @@ def hostile(runs: Runs, trace: Path, place: str) -> str:
     file = runs.path("evil.py")
     file.write_text(SOURCE.format(trace=str(trace)))
     function = f"{file}:{'loss' if place == 'update.loss' else 'evil'}"
-    reward = {"reward": "function", "settings": {"function": function}}
-
     evaluated = {key.removeprefix("evaluate__"): each for key, each in EVALUATED.items()}
     change_config(runs.path(), lambda values: values["evaluate"].update(evaluated))
     # The person knows the shipped prompts.
@@ -86,33 +61,11 @@ def hostile(runs: Runs, trace: Path, place: str) -> str:
     def change(values: dict[str, Any]) -> None:
         if place == "update.loss":
             values["update"]["loss"] = function
-        elif place.startswith("rewards"):
-            values["rewards"][0] |= reward | {"name": "ssim"}
         else:
-            values["guardrails"]["rewards"] = [reward]
+            values["guardrails"]["rewards"] = [{"reward": "function", "settings": {"function": function}}]
 
     change_config(runs.path(), change)
     return function
-
-
-ASKING: Mapping[str, Callable[[str], object]] = {
-    "evaluate": lambda root: evaluate("run", root=root, progress=False),
-    "replay": lambda root: replay("run", root=root, progress=False),
-    "rewards analyse": lambda root: analyse_rewards("run", root=root),
-}
-NEVER_RUNNING: Mapping[str, Callable[[str], object]] = {
-    "list": list_runs,
-    "inspect": lambda root: inspect_run("run", root=root),
-    "compare": lambda root: compare(["run", "other"], root=root),
-    "prune": lambda root: prune(PruneRequest(sources=("run",), root=root, policies_last=1)),
-    "export": lambda root: plan_export(ExportRequest(run="run", root=root, folder=f"{root}/exported")),
-    "sample": lambda root: open_source(SampleRequest(source="run", prompts=("a cup",), root=root)),
-    "rescore": lambda root: plan_rescore(
-        RescoreRequest(sources=("run",), rewards="configs/rewards/likeness.yaml", name="again", root=root)
-    ),
-    "open_run": lambda root: (open_run("run", root=root).metrics(), open_run("run", root=root).config()),
-}
-USED_BY = {"evaluate": PLACES[:2], "replay": PLACES, "rewards analyse": PLACES[:1]}
 
 
 def test_a_file_is_known_however_its_path_is_written(tmp_path: Path) -> None:
@@ -126,21 +79,6 @@ def test_a_file_is_known_however_its_path_is_written(tmp_path: Path) -> None:
         assert uses[0].digest == uses[1].digest != other.digest
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_no_command_runs_code_that_a_run_brings_along(finished: Runs, trace: Path, place: str) -> None:
-    function, root = hostile(finished, trace, place), str(finished.root)
-    shutil.copytree(finished.path(), finished.path(run="other"))
-    for command in NEVER_RUNNING.values():
-        command(root)
-    for name, asking in ASKING.items():
-        if place not in USED_BY[name]:
-            continue
-        (error,) = refused(lambda asking=asking: asking(root))  # type: ignore[misc]
-        assert (error.place, error.value) == (f"run/config.yaml, {place}", function), name
-        assert str(finished.path("evil.py")) in error.hint
-    assert not trace.exists()
-
-
 def test_a_loss_is_not_run_where_nothing_is_trained(finished: Runs, trace: Path) -> None:
     hostile(finished, trace, "update.loss")
     plan_evaluate(EvaluateRequest(run="run", root=str(finished.root)))
@@ -149,8 +87,7 @@ def test_a_loss_is_not_run_where_nothing_is_trained(finished: Runs, trace: Path)
 
 
 def test_a_rescoring_that_a_run_brings_along(finished: Runs, trace: Path) -> None:
-    function, folder = hostile(finished, trace, "rewards.0.settings.function"), finished.path("rescored", "theirs")
-    change_config(finished.path(), lambda values: values["rewards"][0].update(reward="ssim", settings={}))
+    function, folder = hostile(finished, trace, GUARDRAIL), finished.path("rescored", "theirs")
     shutil.copytree(finished.path("iteration_000001"), folder / "iteration_000001")
     shutil.copytree(finished.path("iteration_000002"), folder / "iteration_000002")
     section = {"reward": "function", "name": "ssim", "settings": {"function": function}}
@@ -161,24 +98,24 @@ def test_a_rescoring_that_a_run_brings_along(finished: Runs, trace: Path) -> Non
 
 
 def test_consent_is_remembered_for_exactly_this_code(finished: Runs, trace: Path) -> None:
-    hostile(finished, trace, "guardrails.rewards.0.settings.function")
+    hostile(finished, trace, GUARDRAIL)
     ask, agree = (EvaluateRequest(run="run", root=str(finished.root), trust_code=trust) for trust in (False, True))
     plan_evaluate(agree)
     assert trace.exists()
     plan_evaluate(ask.model_copy())
     finished.path("evil.py").write_text(finished.path("evil.py").read_text() + "# changed\n")
     (error,) = refused(lambda: plan_evaluate(ask.model_copy()))
-    assert error.place == "run/config.yaml, guardrails.rewards.0.settings.function"
+    assert error.place == f"run/config.yaml, {GUARDRAIL}"
 
 
 def test_what_a_person_types_is_their_own(finished: Runs, trace: Path) -> None:
-    place, root = "guardrails.rewards.0.settings.function", str(finished.root)
-    typed = json.dumps([{"reward": "function", "settings": {"function": hostile(finished, trace, place)}}])
+    root, function = str(finished.root), hostile(finished, trace, GUARDRAIL)
+    typed = json.dumps([{"reward": "function", "settings": {"function": function}}])
     # It would be loaded to compare its scores with the stored ones.
     (error,) = refused(
         lambda: plan_evaluate(EvaluateRequest(run="run", root=root, overrides=("guardrails.rewards=[]",)))
     )
-    assert error.place == f"run/config.yaml, {place}"
+    assert error.place == f"run/config.yaml, {GUARDRAIL}"
     assert not trace.exists()
     change_config(finished.path(), lambda values: values["guardrails"].update(rewards=[]))
     plan_evaluate(EvaluateRequest(run="run", root=root, overrides=(f"guardrails.rewards={typed}",)))

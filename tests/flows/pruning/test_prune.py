@@ -41,12 +41,16 @@ from tests.flows.pruning.conftest import (
 )
 
 
+def size_of(runs: Runs) -> int:
+    return sum(path.stat().st_size for path in runs.root.rglob("*") if path.is_file())
+
+
 class TestPruned:
     def test_dry_run_then_for_real_then_again_and_the_run_continues(
         self, runs: Runs, trained: tuple[Runs, Start]
     ) -> None:
         requested = {"policies_last": 1, "images_older_than": "1i"}
-        before, size = tree(runs.root), sum(path.stat().st_size for path in runs.root.rglob("*") if path.is_file())
+        before, size = tree(runs.root), size_of(runs)
         planned = pruned(runs, dry_run=True, **requested)
         assert tree(runs.root) == before
         done = pruned(runs, **requested)
@@ -57,8 +61,7 @@ class TestPruned:
         assert [images(runs, iteration(number)) for number in (1, 2, 3, 4)] == [0, 0, 0, 4]
         assert kept(done, VERSIONS) == ({} if best(runs) == 4 else {"2": "it has the best held-out reward"})
         assert images(runs, "evaluations/000002") == 1
-        left = sum(path.stat().st_size for path in runs.root.rglob("*") if path.is_file())
-        assert size - left == pytest.approx(done.bytes, rel=0.05)
+        assert size - size_of(runs) == pytest.approx(done.bytes, rel=0.05)
         # Nothing is left to do, for it or for the run.
         after = contents(runs.root)
         second = pruned(runs, **requested)
@@ -66,35 +69,26 @@ class TestPruned:
         start = again(runs)
         assert start.stages == ()
         assert start.summary.quarantined == []
-        assert start.summary.model_dump(exclude={"seconds", "folder", "contact_sheet", "pages"}) == trained[
-            1
-        ].summary.model_dump(exclude={"seconds", "folder", "contact_sheet", "pages"})
-
-    def test_every_second_version_and_the_last_two(self, runs: Runs) -> None:
-        done = pruned(runs, policies_every=2)
-        assert stored_versions(ArtifactStore(str(runs.root), RUN)) == [2, 3, 4]
-        assert (deleted(done), kept(done, VERSIONS)) == ({VERSIONS: 1}, {})
-        assert not list(runs.path("policies", "000001", run=RUN).rglob("*.safetensors"))
+        others = {"seconds", "folder", "contact_sheet", "pages"}
+        assert start.summary.model_dump(exclude=others) == trained[1].summary.model_dump(exclude=others)
 
     def test_by_age(self, runs: Runs) -> None:
+        """Images by that of their rollouts, and what calls and writes have left."""
         assert deleted(pruned(runs, images_older_than="30d")) == {}
-        long_ago = datetime.now(UTC).timestamp() - 40 * 86400
-        manifest = runs.path(iteration(2), "rollouts.manifest.json", run=RUN)
-        os.utime(manifest, (long_ago, long_ago))
-        assert deleted(pruned(runs, images_older_than="30d")) == {IMAGES: 1}
-        assert [images(runs, iteration(number)) for number in (1, 2, 3, 4)] == [4, 0, 4, 4]
-
-    def test_leftovers(self, runs: Runs) -> None:
-        store = ArtifactStore(str(runs.root), RUN)
-        long_ago = datetime.now(UTC).timestamp() - 40 * 86400
+        store, ago = ArtifactStore(str(runs.root), RUN), datetime.now(UTC).timestamp() - 40 * 86400
         for name in ("aa.json", "bb.json"):
             store.write_file(f".calls/{name}", b"{}")
-        os.utime(runs.path(".calls", "aa.json", run=RUN), (long_ago, long_ago))
+        for old in (
+            runs.path(".calls", "aa.json", run=RUN),
+            runs.path(iteration(2), "rollouts.manifest.json", run=RUN),
+        ):
+            os.utime(old, (ago, ago))
         gone = runs.path(".incoming", "ended", "files", run=RUN)
         gone.mkdir(parents=True)
         (gone / "half").write_bytes(b"half")
         (gone.parent / "lock").touch()
-        assert deleted(pruned(runs, images_older_than="30d")) == {CALLS: 1, WRITES: 1}
+        assert deleted(pruned(runs, images_older_than="30d")) == {CALLS: 1, WRITES: 1, IMAGES: 1}
+        assert [images(runs, iteration(number)) for number in (1, 2, 3, 4)] == [4, 0, 4, 4]
         assert not gone.exists()
         assert [path.name for path in runs.path(".calls", run=RUN).iterdir()] == ["bb.json"]
 
@@ -127,7 +121,7 @@ class TestNeeded:
         assert [images(runs, iteration(number)) for number in (1, 2, 3)] == [4, 4, 0]
 
     @pytest.mark.parametrize(
-        ("iterations", "replayed", "needed"), [(3, True, True), (2, True, False), (3, False, True), (2, False, False)]
+        ("iterations", "replayed", "needed"), [(3, True, True), (2, True, False), (3, False, True)]
     )
     def test_the_start_of_a_run_or_replay_that_is_not_at_its_end(
         self, runs: Runs, iterations: int, replayed: bool, needed: bool
@@ -235,13 +229,6 @@ def test_the_last_and_the_best_stay_and_the_run_continues(runs: Runs, trained: t
     assert not runs.path("evaluations", "000001", run=RUN).exists()
     (error,) = refused(lambda: plan_evaluate(EvaluateRequest(run=f"{RUN}@1", root=str(runs.root))))
     assert "run.keep_policies" in error.hint
-
-
-@pytest.mark.slow
-def test_the_best_stays_where_its_evaluation_is_not_due_any_more(runs: Runs) -> None:
-    assert best(runs) < ITERATIONS
-    start(runs, {"last": 1}, evaluate__every=0)
-    assert stored(runs) == [best(runs), ITERATIONS]
 
 
 @pytest.mark.slow

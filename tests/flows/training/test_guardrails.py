@@ -176,9 +176,6 @@ def test_a_pause_needs_a_ui(empty: Runs) -> None:
     [
         ({"evaluate__every": 0}, "guardrails.on_fall"),
         ({"guardrails__rewards": [{"reward": "ssim"}]}, "guardrails.rewards.0.reward"),
-        ({"guardrails__rewards": [{"reward": "answer"}] * 2}, "guardrails.rewards"),
-        ({"guardrails__fall": 1.5}, "guardrails.fall"),
-        ({"guardrails__stop": True}, "guardrails.stop"),
     ],
 )
 def test_an_impossible_watch_is_refused(empty: Runs, changes: dict[str, Any], place: str) -> None:

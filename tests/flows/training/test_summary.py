@@ -55,23 +55,6 @@ def test_rewards_times_and_where_to_look() -> None:
     }
 
 
-def test_pages_of_the_ui_are_lines_of_their_own() -> None:
-    pages = {"last report": "http://host/artifacts/artifact/1", "summary": "http://host/artifacts/artifact/2"}
-    report = summary(pages=pages).report()
-    assert [note.rsplit(" ", 1)[1] for note in report.notes] == list(pages.values())
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *((field, "/elsewhere/r/file") for field in ("contact_sheet", "heldout_texts")),
-        *((field, ["a reason"]) for field in ("quarantined",)),
-    ],
-)
-def test_each_file_and_each_reason(field: str, value: Any) -> None:
-    assert (value if isinstance(value, str) else value[0]) in facts(**{field: value}).values()
-
-
 def test_a_folder_below_the_working_directory_is_shortened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert facts(folder=str(tmp_path / "runs" / "r"))["stored in"] == "runs/r"

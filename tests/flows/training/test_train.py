@@ -7,7 +7,6 @@ import uuid
 from pathlib import Path
 
 import httpx
-import polars as pl
 import pytest
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate
@@ -26,7 +25,7 @@ from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.samples import Score, ScoringBatch
 from grpo_core.rewards.similarity.pairs import SsimReward
 from grpo_core.update.optimizer import PolicyOptimizer
-from tests.flows.conftest import EVALUATED, REPOSITORY, Compare, Runs, Start
+from tests.flows.conftest import REPOSITORY, Compare, Runs, Start
 
 STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")
 FIRST, SECOND = (tuple(f"iteration {iteration}: {stage}" for stage in STAGES) for iteration in (1, 2))
@@ -38,20 +37,6 @@ class TestUndisturbed:
         runs, start = undisturbed
         assert (start.stages, start.summary.iterations) == (ALL, 2)
         assert runs.policy_digest(1) != runs.policy_digest(2) == start.summary.policy_digest
-
-    def test_every_later_row_joins_on_sample_id(self, undisturbed: tuple[Runs, Start]) -> None:
-        folder = undisturbed[0].path("iteration_000002")
-        names = [
-            pl.read_parquet(sorted((folder / table).glob(pattern)))["sample_id"].to_list()
-            for table, pattern in (
-                ("rollouts", "part-*"),
-                ("rollouts", "images-*"),
-                ("rewards", "ssim/*"),
-                ("rewards", "psnr/*"),
-                ("advantages", "*"),
-            )
-        ]
-        assert names == [[f"i000002.p{p:04d}.s{s:02d}" for p in range(2) for s in range(2)]] * 5
 
     def test_below_a_relative_root_no_file_names_the_machine_and_a_reward_may_change_the_working_directory(
         self, server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,24 +156,6 @@ class TestReuse:
         (ours,) = [finished.tables("copied")["iteration_000001/rollouts/part-00000.parquet"]]
         assert len(ours) == 4
         assert finished.start("copied", update__learning_rate=1e-3, run__iterations=1).stages == ()
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("setting", "value", "stages"), [("rollout.group_size", 3, FIRST), ("rewards.0.weight", 0.9, FIRST[3:])]
-    )
-    def test_other_settings_repeat_the_stages_from_theirs_on(
-        self, finished: Runs, setting: str, value: object, stages: tuple[str, ...]
-    ) -> None:
-        assert finished.start(run__iterations=1, **{setting: value}).stages == stages
-
-    @pytest.mark.slow
-    def test_evaluation_and_placement_change_no_training_stage(self, finished: Runs, final: Compare) -> None:
-        changed = finished.start(**EVALUATED, placement__devices="cpu")
-        baselines = tuple(f"baseline {name}: {stage}" for name in ("blank", "target") for stage in STAGES[1:4])
-        evaluations = tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:4])
-        assert changed.stages == baselines + evaluations
-        assert changed.summary.policy_digest == finished.start().summary.policy_digest
-        assert finished.reasons() == []
 
 
 def truncate(path: Path) -> None:
