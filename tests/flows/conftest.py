@@ -27,7 +27,7 @@ from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config
-from flows.prefect_settings import SERVER
+from flows.prefect_settings import SERVER, SINGLE_RUN
 from flows.server.database import keep_template
 from flows.server.temporary import TemporaryServer
 from flows.training.summary import TrainSummary
@@ -39,6 +39,8 @@ from tasks.runs.layout import STATES
 R = TypeVar("R")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
 TINY = REPOSITORY / "configs" / "tiny.yaml"
 TINY_SD3_NFT = REPOSITORY / "configs" / "tiny_sd3_nft.yaml"
 TINY_TEXT = REPOSITORY / "configs" / "tiny_text.yaml"
@@ -70,15 +72,22 @@ EVALUATED: dict[str, object] = {
 """Changes for a run that is evaluated on one sample."""
 
 
+SMALL_TEXT: dict[str, object] = {
+    "run__iterations": 2,
+    "rollout__prompts_per_iteration": 2,
+    "rollout__group_size": 2,
+    "update__minibatch_size": 4,
+    "update__micro_batch_size": 4,
+    "evaluate__limit": 3,
+    "evaluate__samples_per_prompt": 2,
+    "evaluate__every": 0,
+}
+"""Changes for a small run of texts."""
+
+
 @dataclass(frozen=True)
 class Start:
-    """One start of a run.
-
-    Attributes:
-        summary: the summary of the training.
-        stages: the stages that ran, in order and without those taken from the cache; stages that score the same
-            samples concurrently are sorted by name.
-    """
+    """One start of a run: its summary, and the stages that ran, neighbours that score the same samples by name."""
 
     summary: TrainSummary
     stages: tuple[str, ...]
@@ -135,19 +144,14 @@ def flip(path: Path, chance: random.Random | None = None) -> None:
 
 @contextlib.contextmanager
 def training_process(
-    runs: "Runs", folder: Path, *python: str, environment: Mapping[str, str] | None = None, **changes: object
+    runs: "Runs", folder: Path, *, environment: Mapping[str, str] | None = None, **changes: object
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `grpo train --json` on the current server, and kill it at the end of the context.
+    """Start `grpo train --json` of the run `run` on the current server, and kill it at the end of the context.
 
-    Args:
-        runs: where the run `run` is written.
-        folder: receives `out`, `err` and Prefect's `home`.
-        python: arguments of the interpreter before `train`; by default the module of the command line.
-        environment: added to this process's variables; an empty value removes one.
-        changes: settings as of `Runs.start`.
+    The folder receives `out`, `err` and Prefect's `home`; an empty value of the environment removes a variable.
     """
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, *(python or ("-m", "flows.command_line.main")), "train", str(TINY)]
+    command = [sys.executable, "-m", "flows.command_line.main", "train", str(TINY)]
     own = {"PREFECT_API_URL": str(PREFECT_API_URL.value() or ""), "PREFECT_HOME": str(folder / "home")}
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **own, **(environment or {})}
     variables = {name: value for name, value in variables.items() if value}
@@ -271,15 +275,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A server of this process; the first of a session keeps its migrated database for the others to begin with.
+    """A server of this process, as that of a single run unless the session has a test that reads events.
 
-    As that of a single run it stores no events, a quarter of its work, unless the session has a test that reads them.
+    The first of a release of Prefect keeps its migrated database in pytest's cache for those of later sessions.
     """
-    own = tmp_path_factory.getbasetemp()
     stored = any("stored_events" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    cache = getattr(request.config, "cache", None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(own.parent if "PYTEST_XDIST_WORKER" in os.environ else own))
-        running = TemporaryServer({**SERVER, "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_ENABLED": str(stored)})
+        patch.setenv("XDG_CACHE_HOME", str(cache.mkdir("server") if cache else tmp_path_factory.getbasetemp()))
+        running = TemporaryServer(SERVER if stored else {**SERVER, **SINGLE_RUN})
         running.wait_until_ready(120.0)
         keep_template(running.folder)
     # Threads have the global settings, which Prefect reads from the environment; programs that tests start do not.
@@ -309,6 +313,13 @@ def undisturbed(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple
     """A finished run that no test changes."""
     runs = Runs(tmp_path_factory.mktemp("undisturbed"))
     return runs, runs.start()
+
+
+@pytest.fixture(scope="session")
+def evaluated_text(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Start]:
+    """A finished run of texts, of two updates, evaluated before and after; no test changes it."""
+    runs = Runs(tmp_path_factory.mktemp("evaluated-text"))
+    return runs, runs.start_text(**SMALL_TEXT)
 
 
 @pytest.fixture

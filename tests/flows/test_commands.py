@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows import StopTraining, replay, rescore, train
+from flows import StopTraining, replay, train
 from flows.pipeline.lineage import ChangedRunError
 from flows.run_flow import run_flow
 from flows.training.summary import TrainSummary
@@ -77,12 +77,8 @@ def test_other_settings_are_refused_unless_someone_is_asked(finished: Runs) -> N
     assert (other.run, other.iterations, asked) == ("other", 1, [2])
 
 
-def test_rewards_may_be_a_list_and_options_are_checked(finished: Runs) -> None:
-    root = str(finished.root)
-    rewards = [{"reward": "ssim", "weight": 0.1}, {"reward": "jpeg", "weight": 0.9}]
-    done = rescore("run", rewards=rewards, name="mine", root=root, progress=False)
-    assert done.summary.computed == {"ssim": 0, "jpeg": 8}
-    (error,) = refused(lambda: replay("run", root=root, max_stalness=2))
+def test_options_are_checked(finished: Runs) -> None:
+    (error,) = refused(lambda: replay("run", root=str(finished.root), max_stalness=2))
     assert (error.place, error.value) == ("max_stalness", "max_stalness")
 
 

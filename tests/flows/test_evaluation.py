@@ -28,29 +28,11 @@ from tasks.storage.run_lock import locked
 from tests.flows.conftest import REPOSITORY, Heard, Runs, Start, flip, heard_of, refused, sha256_of
 from tests.grpo_core.rewards.conftest import make_batch
 
-SMALL_TEXT = {
-    "run__iterations": 2,
-    "rollout__prompts_per_iteration": 2,
-    "rollout__group_size": 2,
-    "update__minibatch_size": 4,
-    "update__micro_batch_size": 4,
-    "evaluate__limit": 3,
-    "evaluate__samples_per_prompt": 2,
-    "evaluate__every": 0,
-}
-
-
-@pytest.fixture(scope="module")
-def trained(server: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runs, Start]:
-    """A text run of two updates, evaluated before and after; no test changes it."""
-    runs = Runs(tmp_path_factory.mktemp("evaluated"))
-    return runs, runs.start_text(**SMALL_TEXT)
-
 
 @pytest.fixture
-def runs(trained: tuple[Runs, Start], tmp_path: Path) -> Runs:
+def runs(evaluated_text: tuple[Runs, Start], tmp_path: Path) -> Runs:
     """A copy of it."""
-    return trained[0].copied_to(tmp_path / "runs")
+    return evaluated_text[0].copied_to(tmp_path / "runs")
 
 
 def evaluated(runs: Runs, run: str = "text", **requested: object) -> tuple[EvaluateSummary, Heard]:
@@ -83,8 +65,8 @@ def table(summary: EvaluateSummary, name: str) -> pl.DataFrame:
 
 
 class TestStored:
-    def test_what_the_training_evaluated_is_reused(self, runs: Runs, trained: tuple[Runs, Start]) -> None:
-        before, training = content(runs), trained[1].summary
+    def test_what_the_training_evaluated_is_reused(self, runs: Runs, evaluated_text: tuple[Runs, Start]) -> None:
+        before, training = content(runs), evaluated_text[1].summary
         rewards = {0: training.heldout_before, 2: training.heldout_after, None: training.heldout_after}
         for policy, expected in rewards.items():
             summary, heard = evaluated(runs, "text" if policy is None else f"text@{policy}")
@@ -171,18 +153,18 @@ class TestRefused:
         description.write_bytes(dump_checked({**load_checked(description.read_bytes()), key: value}))
         assert problem(runs, "text@0").place == place
 
-    def test_each_mistake_has_its_place_and_value(self, trained: tuple[Runs, Start]) -> None:
+    def test_each_mistake_has_its_place_and_value(self, evaluated_text: tuple[Runs, Start]) -> None:
         for requested, place, value in WRONG:
-            error = problem(trained[0], **requested)
+            error = problem(evaluated_text[0], **requested)
             assert (error.place, error.value) == (place, value)
 
 
-def test_the_command_prints_the_rewards_and_one_json_object(runs: Runs, trained: tuple[Runs, Start]) -> None:
+def test_the_command_prints_the_rewards_and_one_json_object(runs: Runs, evaluated_text: tuple[Runs, Start]) -> None:
     arguments = ["evaluate", "text", "--root", str(runs.root), "--json"]
     ended = CliRunner().invoke(application, arguments)
     assert ended.exit_code == 0, ended.output
     summary = json.loads(ended.stdout.splitlines()[-1])
-    assert summary["heldout"] == trained[1].summary.heldout_after
+    assert summary["heldout"] == evaluated_text[1].summary.heldout_after
     assert (summary["run"], summary["policy"], summary["samples"]) == ("text", 2, 6)
     assert f"{summary['heldout']:.3f}" in ended.stderr
 

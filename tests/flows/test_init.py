@@ -71,8 +71,16 @@ def write(folder: Path, **given: Any) -> Path:
     return folder / "config.yaml"
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("given", ["nothing", "prompts", "model", "prompts, model and reward"])
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        *((kind, "nothing") for kind in MODELS),
+        ("glm_image", "prompts, model and reward"),
+        ("diffusers", "prompts"),
+        ("causal_lm", "model"),
+        ("vision_lm", "prompts, model and reward"),
+    ],
+)
 def test_every_combination_can_be_trained(own: Path, kind: PolicyKind, given: str) -> None:
     prompts = str(own / "mine.txt") if "prompts" in given else None
     known = {"model": MODELS[kind]} if "model" in given else {"kind": kind}

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,18 +15,12 @@ from prefect.settings import Settings, get_current_settings
 from prefect.settings.legacy import _get_settings_fields
 from typer.testing import CliRunner
 
-from configs.validation import validated
 from flows import prefect_settings
 from flows.command_line.main import application
 from flows.command_line.options import handle_errors
-from flows.pipeline.requests import RescoreRequest
-from flows.replaying import plan_replay
-from flows.rescoring.plan import plan_rescore
 from grpo_core.errors import InputError
 from tasks.storage.roots import StorageError
-from tests.flows.conftest import REPOSITORY, Runs, refused
-from tests.flows.replaying.replays import request_replay
-from tests.flows.rescoring.test_rescore import SSIM, rewards_file
+from tests.flows.conftest import REPOSITORY, Runs
 
 Command = tuple[list[str], int, str]
 """Arguments, exit code, and a word of what is printed."""
@@ -122,25 +116,6 @@ def test_a_typo_and_the_list_of_runs_are_answered_at_once_where_the_run_is_finis
     ]
     (tmp_path / "mine.yaml").write_text(f"rewards: {MISSING_FUNCTION}")
     answer([*((arguments, 2, said) for arguments, said in typos), (["list", "runs"], 0, "finished")], tmp_path)
-
-
-OUTSIDE = ("../up", "a/b", "..", ".", "/tmp/up", "../../up", "a\nb", "")
-
-
-def test_names_of_replays_and_rescorings_stay_below_the_root(finished: Runs) -> None:
-    values = {"sources": ["run"], "rewards": str(rewards_file(finished, SSIM)), "root": str(finished.root)}
-    before = sorted(finished.root.parent.rglob("*"))
-
-    def plans(name: str) -> Iterator[Callable[[], object]]:
-        yield lambda: plan_replay(request_replay(finished, name=name))
-        yield lambda: plan_rescore(validated(RescoreRequest, {**values, "name": name}))
-        if name:
-            yield lambda: plan_replay(request_replay(finished, advantages=name))
-
-    for name in OUTSIDE:
-        for plan in plans(name):
-            refused(plan)
-    assert sorted(finished.root.parent.rglob("*")) == before
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from flows.inspect_run import inspect_run
 from grpo_core.update.optimizer import PolicyOptimizer
 from tests.flows.conftest import REPOSITORY, Runs, Start, sha256_of
-from tests.flows.replaying.replays import run_replay
+from tests.flows.replaying.test_replaying import run_replay
 from tests.tasks.reports.made_runs import png
 
 GROUNDING = REPOSITORY / "configs" / "tiny_grounding.yaml"
@@ -42,7 +42,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     return {
         "data__prompts": str(folder / "train.jsonl"),
         "evaluate__prompts": str(folder / "heldout.jsonl"),
-        "evaluate__every": 1,
+        "evaluate__every": 2,
         "evaluate__samples_per_prompt": 2,
         "rewards": [{"reward": "function", "name": "reds", "settings": {"function": f"{folder / 'mine.py'}:reds"}}],
         "rollout__prompts_per_iteration": 3,

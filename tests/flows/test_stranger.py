@@ -39,7 +39,7 @@ from tasks.runs.stored import stored_config
 from tasks.runs.trust import uses_of
 from tasks.storage.files import dump_checked, load_checked
 from tests.configs.test_uses import SETTINGS
-from tests.flows.conftest import TINY, Runs
+from tests.flows.conftest import TINY, Runs, Start
 
 SECRET = "STRANGERS_WISH"
 """The environment variable that the run asks for."""
@@ -56,19 +56,14 @@ def evil(*_, **__):
 
 @dataclass
 class Bait:
-    """What hostile settings name.
-
-    Attributes:
-        url: of a listener on loopback.
-        trace: file that is there once code or a command has run; folders beside it once something was written there.
-        module: Python file with the function `evil`.
-        met: the first bytes of each connection to the listener.
-    """
+    """What hostile settings name."""
 
     url: str
     trace: Path
+    """A file that is there once code or a command has run; folders beside it once something was written there."""
     module: Path
     met: list[bytes] = field(default_factory=list)
+    """The first bytes of each connection to the listener."""
 
     def value(self, use: Uses, kind: Any) -> Any:
         """Return bait for a setting of this annotation."""
@@ -134,11 +129,7 @@ def bait(folder: Path) -> Iterator[Bait]:
 
 
 def lay(config: RunConfig, laid: Bait, *, server: str = "") -> dict[str, Any]:
-    """Return a run's configuration with bait in every marked setting that it can have.
-
-    Args:
-        server: of vLLM, of a run of texts: `url` or `command`; empty for none.
-    """
+    """Return a run's configuration with bait in every marked setting; of texts with a vLLM `url` or `command`."""
     values = _laid(config, laid)
     kind = "text" if server else "image"
     fitting = [name for name in REWARDS if kind in _media(reward_class(name))]
@@ -314,20 +305,8 @@ def test_what_is_asked_is_shown_whole_and_with_its_control_characters(finished: 
     assert f"{'x' * 1000}/end" in message
 
 
-@pytest.fixture(scope="module")
-def text_source(undisturbed: object, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    runs = Runs(tmp_path_factory.mktemp("texts"))
-    runs.start_text(
-        run="run",
-        run__iterations=2,
-        rollout__prompts_per_iteration=2,
-        rollout__group_size=4,
-        update__minibatch_size=8,
-        evaluate__limit=2,
-    )
-    return runs
-
-
 @pytest.fixture
-def text_run(text_source: Runs, tmp_path: Path) -> Runs:
-    return text_source.copied_to(tmp_path / "texts")
+def text_run(evaluated_text: tuple[Runs, Start], tmp_path: Path) -> Runs:
+    runs = Runs(tmp_path / "texts")
+    shutil.copytree(evaluated_text[0].path(run="text"), runs.path())
+    return runs

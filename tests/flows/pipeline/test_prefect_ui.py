@@ -26,7 +26,7 @@ from flows.training.train import train
 from grpo_core.errors import InputError
 from tasks.progress import log, progress_of
 from tests.flows.conftest import TINY, TINY_BOTH, TINY_TEXT, Runs, heard_of
-from tests.flows.deployment.deployed import MIX, asked_for, deployed, make_pool, on_the_server
+from tests.flows.deployment.test_deploy import MIX, asked_for, deployed, make_pool, on_the_server
 
 
 @pytest.fixture(scope="module")

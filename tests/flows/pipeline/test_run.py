@@ -6,7 +6,7 @@ import io
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -147,59 +147,58 @@ def test_a_start_that_is_not_there_is_refused(prompts: Path) -> None:
 MINE = "from helper import VALUE\ndef score(prompts, completions, **columns):\n    return [VALUE for _ in prompts]\n"
 LOSS = "from loss_helper import scale\ndef loss(inputs, settings):\n    return -scale * inputs.ratio\n"
 Edit = Callable[[Path], object]
-CHANGED: Mapping[str, tuple[Edit, str]] = {
-    "a column": (
-        lambda folder: write(folder / "prompts.jsonl", note="square", other="x"),
-        "the prompt file FOLDER/prompts.jsonl (data) changed: the column note",
-    ),
-    "a prompt": (
-        lambda folder: write(folder / "prompts.jsonl", prompt="a blue circle", note="other", other="x"),
-        "the prompt file FOLDER/prompts.jsonl (data) changed: the prompts",
-    ),
-    "a reward": (
-        lambda folder: (folder / "mine.py").write_text(MINE.replace("[VALUE", "[-VALUE")),
-        "rewards.score mine.py changed: mine.py",
-    ),
-    "what a reward imports": (
-        lambda folder: (folder / "helper.py").write_text("VALUE = -0.5\n"),
-        "rewards.score mine.py changed: helper.py",
-    ),
-    "a file fewer": (
-        lambda folder: (folder / "mine.py").write_text(MINE.replace("from helper import VALUE", "VALUE = 0.5")),
-        "rewards.score mine.py changed: helper.py, mine.py",
-    ),
-    "what a loss imports": (
-        lambda folder: (folder / "loss_helper.py").write_text("scale = 2.0\n"),
-        "the loss own_loss.py (update.loss) changed: loss_helper.py",
-    ),
-    "a file of the model": (
-        lambda folder: (folder / "model" / "notes.txt").write_text("other"),
-        "the model FOLDER/model changed: notes.txt",
-    ),
-    "two inputs": (
-        lambda folder: [CHANGED["a column"][0](folder), CHANGED["what a reward imports"][0](folder)],
-        "rewards.score mine.py changed: helper.py; "
-        "the prompt file FOLDER/prompts.jsonl (data) changed: the column note",
-    ),
-    "comments": (
+CHANGES: Sequence[tuple[Edit, str]] = (
+    (
         lambda folder: [
             (folder / name).write_text(f'"""Words."""\n{(folder / name).read_text()}# A comment.\n')
             for name in ("mine.py", "helper.py", "own_loss.py", "loss_helper.py")
         ],
         "",
     ),
-}
+    (
+        lambda folder: write(folder / "prompts.jsonl", note="square", other="x"),
+        "the prompt file FOLDER/prompts.jsonl (data) changed: the column note",
+    ),
+    (
+        lambda folder: write(folder / "prompts.jsonl", prompt="a blue circle", note="other", other="x"),
+        "the prompt file FOLDER/prompts.jsonl (data) changed: the prompts",
+    ),
+    (
+        lambda folder: (folder / "mine.py").write_text(MINE.replace("[VALUE", "[-VALUE")),
+        "rewards.score mine.py changed: mine.py",
+    ),
+    (
+        lambda folder: (folder / "helper.py").write_text("import numpy\nVALUE = 0.5\n"),
+        "rewards.score mine.py changed: helper.py, package numpy",
+    ),
+    (
+        lambda folder: (folder / "loss_helper.py").write_text("scale = 2.0\n"),
+        "the loss own_loss.py (update.loss) changed: loss_helper.py",
+    ),
+    (
+        lambda folder: (folder / "model" / "notes.txt").write_text("other"),
+        "the model FOLDER/model changed: notes.txt",
+    ),
+    (
+        lambda folder: [
+            write(folder / "prompts.jsonl", prompt="a blue circle", note="oval", other="x"),
+            (folder / "helper.py").write_text("import numpy\nVALUE = -0.5\n"),
+        ],
+        "rewards.score mine.py changed: helper.py; "
+        "the prompt file FOLDER/prompts.jsonl (data) changed: the column note",
+    ),
+    (
+        lambda folder: (folder / "mine.py").write_text(MINE.replace("from helper import VALUE", "VALUE = 0.5")),
+        "rewards.score mine.py changed: helper.py, mine.py, package numpy",
+    ),
+)
+"""Edits one after another, and what a start then says of each."""
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_a_start_names_what_has_changed(tmp_path: Path, name: str) -> None:
+def test_a_start_names_what_has_changed(tmp_path: Path) -> None:
     prompts = write(tmp_path / "prompts.jsonl", note="round", other="x")
-    for file, text in (
-        ("mine", MINE),
-        ("helper", "VALUE = 0.5\n"),
-        ("own_loss", LOSS),
-        ("loss_helper", "scale = 1.0\n"),
-    ):
+    files = {"mine": MINE, "helper": "VALUE = 0.5\n", "own_loss": LOSS, "loss_helper": "scale = 1.0\n"}
+    for file, text in files.items():
         (tmp_path / f"{file}.py").write_text(text)
     shutil.copytree(MODEL, tmp_path / "model")
     (tmp_path / "model" / "notes.txt").write_text("one")
@@ -209,12 +208,10 @@ def test_a_start_names_what_has_changed(tmp_path: Path, name: str) -> None:
         f"policy.model={tmp_path}/model",
     )
     assert reasons(prompts, *mine) == []
+    for edit, reason in CHANGES:
+        edit(tmp_path)
+        assert reasons(prompts, *mine) == ([reason.replace("FOLDER", str(tmp_path))] if reason else [])
     assert reasons(prompts, *mine) == []
-    edit, reason = CHANGED[name]
-    edit(tmp_path)
-    assert reasons(prompts, *mine) == ([reason.replace("FOLDER", str(tmp_path))] if reason else [])
-    if reason:
-        assert reasons(prompts, *mine) == []
 
 
 def test_a_change_of_a_run_that_recorded_no_parts_is_still_of_something(prompts: Path) -> None:

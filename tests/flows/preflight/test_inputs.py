@@ -164,13 +164,6 @@ class TestSizes:
         assert [error.value for error in (*errors, last)] == [f"{side}x64" for side in range(97, 102)]
         assert last.hint.endswith("2 more sizes are refused.")
 
-    def test_the_columns_are_ordinary_ones_of_a_text_model(self, tmp_path: Path) -> None:
-        path = prompt_file(tmp_path, '{"prompt": "sort the letters of it", "answer": "it", "size": "large"}', "p.jsonl")
-        config = read_config(TINY_TEXT, [f"data.prompts={path}"])
-        (known,) = read_prompt_files(config).usable("data")
-        assert known.drawn(0).size is None
-        assert known.prompts[0].columns["size"] == "large"
-
     @pytest.mark.parametrize("section", ["data", "evaluate"])
     def test_what_a_reward_cannot_score(self, tmp_path: Path, section: str) -> None:
         row = {"prompt": "a heart", "target": "blue-heart-center-white.png"}

@@ -24,7 +24,7 @@ from tasks.runs.stored import locate_paths
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import dump_checked, load_checked
 from tests.flows.conftest import REPOSITORY, Runs, Start, heard_of, refused, sha256_of
-from tests.flows.replaying.replays import request_replay, run_replay
+from tests.flows.replaying.test_replaying import request_replay, run_replay
 
 
 def problem(runs: Runs, *overrides: str, **options: Any) -> InputError:
@@ -149,24 +149,13 @@ def test_the_command_prints_one_object_on_the_last_line(finished: Runs) -> None:
     assert summary["seconds"]["rollouts"] == 0.0
 
 
-def test_no_file_of_a_replay_names_the_machine(finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    (finished.root.parent / "data").symlink_to(REPOSITORY / "data")
-    monkeypatch.chdir(finished.root.parent)
-    for source in ("run", "runs/run", "runs/run/"):
-        assert root_of(source, "runs", ArtifactStore("runs", "run")) == "runs"
-    config = finished.path("config.yaml")
-    config.write_text(config.read_text().replace(str(finished.root), "runs"))
-    asyncio.run(replay(ReplayRequest(source="runs/run", iterations="1")))
-    written = [path for path in finished.path(run="run-replay").rglob("*") if path.is_file()]
-    assert len(written) > 8
-    assert [path for path in written if str(finished.root.parent).encode() in path.read_bytes()] == []
-
-
 def test_relative_paths_of_the_source_lead_from_any_folder(finished: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the stored configuration has are found beside the storage root, and make no other run of a replay."""
     base = finished.root.parent
     (base / "data").symlink_to(REPOSITORY / "data")
     monkeypatch.chdir(base)
+    for source in ("run", "runs/run", "runs/run/"):
+        assert root_of(source, "runs", ArtifactStore("runs", "run")) == "runs"
     request = ReplayRequest(source=str(finished.path()), iterations="1")
     first = asyncio.run(replay(request))
     (base / "elsewhere").mkdir()

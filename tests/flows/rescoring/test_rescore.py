@@ -22,7 +22,7 @@ from tasks.rewards import score_rewards
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import Heard, Runs, Start, heard_of, refused, sha256_of
-from tests.flows.replaying.replays import request_replay, run_replay
+from tests.flows.replaying.test_replaying import request_replay, run_replay
 
 SSIM, PSNR = {"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}
 JPEG = {"reward": "jpeg", "settings": {"direction": "compressible"}}

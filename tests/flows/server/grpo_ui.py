@@ -14,13 +14,7 @@ _STARTING_SECONDS = 120.0
 
 
 class GrpoUi:
-    """The command, which can be killed and started again on the same port.
-
-    Args:
-        home: of Prefect, and of what the command wrote.
-        environment: beside this process's own.
-        arguments: of the command.
-    """
+    """The command, which can be killed and started again on the same port; it writes to Prefect's home."""
 
     def __init__(self, home: Path, environment: Mapping[str, str], *arguments: str) -> None:
         home.mkdir(exist_ok=True)

@@ -1,13 +1,20 @@
-"""What commands ask of a server before any work: each way it can be missing has a message, within seconds."""
+"""What commands ask of a server before any work, and a server that goes away during a run: each has a message."""
 
+import contextlib
+import contextvars
+import logging
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 import pytest
+from httpx import ConnectError
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.settings import (
@@ -17,12 +24,41 @@ from prefect.settings import (
     PREFECT_CLOUD_API_URL,
     temporary_settings,
 )
+from websockets.exceptions import InvalidHandshake
 
-from flows.server import reachable
+from flows.server import reachable, watched
 from flows.server.reachable import require_pools, require_server, server_database, workers_online
+from flows.server.watched import is_not_about_an_unreachable_server, watching_server
 from grpo_core.errors import InputError
 from tasks.process import environment
-from tests.flows.server.answers import Quiet, served
+from tasks.progress import listen
+from tests.processes import ProgressLog, wait_for
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[str]:
+    """Serve what the handler answers, at an address of an API."""
+    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/api"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class Quiet(BaseHTTPRequestHandler):
+    """Answers, and logs nothing."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
 
 def answering(status: int, body: bytes) -> AbstractContextManager[str]:
@@ -39,11 +75,6 @@ def refusal(url: str) -> InputError:
     with temporary_settings({PREFECT_API_URL: url}), pytest.raises(InputError) as refused:
         require_server()
     return refused.value
-
-
-def test_nobody_answers() -> None:
-    error = refusal(CLOSED)
-    assert (error.place, error.value) == ("PREFECT_API_URL", CLOSED)
 
 
 CLOSED = "http://127.0.0.1:1/api"
@@ -119,15 +150,23 @@ def test_an_address_that_swallows_packets_is_given_up_after_five_seconds(monkeyp
     assert 1 < sum(seconds) <= 5
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:4200/api", "ftp://127.0.0.1/api", "http://:x/api"])
-def test_an_address_that_is_none(url: str) -> None:
-    assert refusal(url).value == url
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1/api", "127.0.0.1:4200/api", "ftp://127.0.0.1/api", "http://:x/api"]
+)
+def test_an_address_without_a_server(url: str) -> None:
+    error = refusal(url)
+    assert (error.place, error.value) == ("PREFECT_API_URL", url)
 
 
-@pytest.mark.parametrize(("status", "body"), [(404, b"no"), (200, b"<html>"), (200, b'"welcome"')])
-def test_an_answer_that_is_not_prefects(status: int, body: bytes) -> None:
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(404, b"no"), (200, b"<html>"), (200, b'"welcome"'), (200, b'"2.20.1"'), (200, b'"3.0.1"'), (200, b'"4.0.0"')],
+)
+def test_an_answer_that_is_not_prefects_or_of_a_release_that_does_not_go_together(status: int, body: bytes) -> None:
     with answering(status, body) as url:
         assert refusal(url).value == url
+    with answering(200, b'"3.99.0"') as url, temporary_settings({PREFECT_API_URL: url}):
+        require_server()
 
 
 def test_a_server_that_cannot_answer_now_is_asked_once() -> None:
@@ -147,16 +186,6 @@ def test_another_password_and_none_are_reported_and_not_shown(monkeypatch: pytes
             error = refusal(url)
     assert error.value == "(not shown)"
     assert "hidden" not in str(error)
-
-
-@pytest.mark.parametrize(("release", "fits"), [("2.20.1", False), ("3.0.1", False), ("4.0.0", False), ("3.99.0", True)])
-def test_releases_that_do_not_go_together(release: str, fits: bool) -> None:
-    with answering(200, f'"{release}"'.encode()) as url:
-        if fits:
-            with temporary_settings({PREFECT_API_URL: url}):
-                require_server()
-        else:
-            assert refusal(url).value == url
 
 
 def test_without_a_server_pools_are_refused_and_all_else_is_fine() -> None:
@@ -223,3 +252,61 @@ def test_workers_are_counted_while_they_are_heard_of() -> None:
         for name in ("one", "two"):
             client._client.post("/work_pools/counted/workers/heartbeat", json={"name": name})
     assert workers_online("counted") == 2
+
+
+class Healthy(Quiet):
+    def do_GET(self) -> None:
+        self.answer(200 if self.path == "/api/health" else 404, b"true")
+
+
+def test_it_is_said_once_when_it_goes_and_once_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "_SECONDS_BETWEEN_ASKS", 0.02)
+    heard, asked = ProgressLog(), list[bool]()
+    answers = watched.answers
+
+    def ask(url: str) -> bool:
+        asked.append(answers(url))
+        return asked[-1]
+
+    monkeypatch.setattr(watched, "answers", ask)
+
+    def asks(answer: bool, times: int) -> None:
+        before = asked.count(answer)
+        wait_for(lambda: asked.count(answer) >= before + times)
+
+    def watch() -> None:
+        listen(heard)
+        with contextlib.ExitStack() as stack:
+            with served(Healthy) as url:
+                stack.enter_context(temporary_settings({PREFECT_API_URL: url.replace("//", "//me:secret@")}))
+                stack.enter_context(watching_server())
+                asks(True, 2)
+                assert heard.lines == []
+            asks(False, 4)
+            assert len(heard.lines) == 1
+            with served(Healthy, urlsplit(url).port or 0):
+                asks(True, 3)
+        (gone, back) = heard.lines
+        assert gone.startswith(f"Prefect's server at {url.replace('//', '//***@')} does not answer")
+        assert back == f"Prefect's server at {url.replace('//', '//***@')} answers again"
+
+    contextvars.copy_context().run(watch)
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "is_printed"),
+    [
+        (ConnectionRefusedError(), logging.ERROR, False),
+        (TimeoutError(), logging.ERROR, False),
+        (ConnectError("refused"), logging.ERROR, False),
+        (InvalidHandshake(), logging.ERROR, False),
+        (ConnectionRefusedError(), logging.WARNING, True),
+        (ValueError("another fault"), logging.ERROR, True),
+    ],
+)
+def test_what_background_services_print(error: Exception, level: int, is_printed: bool) -> None:
+    record = logging.LogRecord("service", level, "file", 1, "Service %r failed to process item", ("events",), None)
+    try:
+        raise error
+    except Exception:
+        assert is_not_about_an_unreachable_server(record) == is_printed

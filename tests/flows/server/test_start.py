@@ -1,9 +1,11 @@
 """`grpo ui` as a person starts it, on a real PostgreSQL server: its settings, what it prints, how it ends."""
 
+import asyncio
 import re
 import signal
 import socket
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,15 @@ import psutil
 import pytest
 import yaml
 from prefect.client.orchestration import get_client
+from prefect.events.schemas.automations import Automation
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 from flows.prefect_settings import LASTING_SERVER, SERVER
-from flows.server.heartbeat_automation import NAME, heartbeat_automation
+from flows.server.heartbeat_automation import FLOWS, NAME, ensure_automation, heartbeat_automation
 from flows.server.reachable import require_server, server_database
 from flows.server.start import ServerRequest, serve, server_settings
 from grpo_core.errors import InputError
+from tasks.execution.stage import STAGES
 from tests.flows.conftest import REPOSITORY
 from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
 from tests.servers import PASSWORD, PostgresServer
@@ -194,3 +198,36 @@ def test_the_composed_server_is_that_of_grpo_ui() -> None:
     host, port = server["command"][-3::2]
     assert server["command"][:3] == ["prefect", "server", "start"]
     assert (host, port) == ("0.0.0.0", "4200")
+
+
+def test_it_is_about_every_flow_of_ours_and_no_other() -> None:
+    sources = [path.read_text() for path in (REPOSITORY / "flows").rglob("*.py")]
+    named = {*STAGES, *(name for source in sources for name in re.findall(r'@flow\(\s*name="([^"]+)"', source))}
+    # Made by hand, on no server.
+    named -= {"tiny model", "tiny text model", "tiny sd3"}
+    assert {"grpo train", "grpo replay", "collect rollouts"} <= named
+    assert [name for name in named if not any(fnmatchcase(name, pattern) for pattern in FLOWS)] == []
+    assert not any(fnmatchcase("nightly report", pattern) for pattern in FLOWS)
+
+
+async def registered() -> list[Automation]:
+    async with get_client() as client:
+        return await client.read_automations_by_name(NAME)
+
+
+@pytest.mark.usefixtures("server")
+def test_it_is_registered_once_and_stays_as_a_person_left_it() -> None:
+    async def go() -> None:
+        async with get_client() as client:
+            # Deployments of other tests of this server register it as well.
+            for each in await registered():
+                await client.delete_automation(each.id)
+            assert await ensure_automation(client)
+            (first,) = await registered()
+            changed = {"description": "another", "enabled": False}
+            await client.update_automation(first.id, heartbeat_automation().model_copy(update=changed))
+            assert await ensure_automation(client)
+            (kept,) = await registered()
+            assert (kept.id, kept.description, kept.enabled) == (first.id, "another", False)
+
+    asyncio.run(go())

@@ -6,12 +6,14 @@ import logging
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -19,25 +21,13 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.server import temporary
+from flows.server import database, temporary
+from flows.server.database import database_settings, keep_template
 from flows.server.reachable import server_url
 from flows.server.temporary import ServerLostError, TemporaryServer
 from tasks.progress import listen
 from tests.flows.conftest import Runs, Start, printed_summary, training_process
 from tests.processes import ProgressLog
-
-PROGRAM = """
-import sys
-from flows.prefect_settings import apply_settings
-apply_settings()
-from flows.server import temporary
-
-assert [temporary.start_temporary_server(), temporary.start_temporary_server()] == [True, False]
-print(temporary._server.process.pid, flush=True)
-sys.stdin.read()
-assert not any(name.startswith("prefect.server") for name in sys.modules)
-"""
-
 
 ANSWERS = """
 import http.server, os, socket, sys
@@ -79,23 +69,6 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemporaryServer]:
     server.process.wait()
     server.close()
     assert not server.folder.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["killed", "at its end"])
-def test_it_ends_with_its_process(tmp_path: Path, way: str) -> None:
-    command, environment = [sys.executable, "-c", PROGRAM], {**os.environ, "PREFECT_HOME": str(tmp_path)}
-    environment.pop("PREFECT_API_URL", None)
-    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        server = psutil.Process(int(run.stdout.readline()))
-        assert os.getpgid(server.pid) != os.getpgid(run.pid)
-        if way == "at its end":
-            run.communicate(timeout=60)
-            assert run.returncode == 0
-        else:
-            run.kill()
-    assert psutil.wait_procs([server], timeout=60)[1] == []
 
 
 def test_a_server_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +211,74 @@ def test_no_server_is_left_by_a_training(tmp_path: Path, way: str) -> None:
     run.wait(60)
     _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
+
+
+MIGRATES = "PREFECT_SERVER_DATABASE_MIGRATE_ON_START"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "grpo"
+
+
+def server_folder(path: Path, rows: int = 0) -> Path:
+    """A folder as of a server that runs, which has not moved its last pages into the database."""
+    path.mkdir()
+    database_settings(path)
+    if rows:
+        connection = sqlite3.connect(path / "prefect.db")
+        connection.executescript("PRAGMA journal_mode = WAL; CREATE TABLE block (name TEXT)")
+        connection.executemany("INSERT INTO block VALUES (?)", [(str(row),) for row in range(rows)])
+        connection.commit()
+        keep_template(path)
+        connection.close()
+    return path
+
+
+def rows_of(folder: Path) -> int:
+    with closing(sqlite3.connect(folder / "prefect.db")) as connection:
+        return int(connection.execute("SELECT count(*) FROM block").fetchone()[0])
+
+
+def test_the_next_server_has_what_the_first_one_made_and_does_not_migrate(tmp_path: Path, cache: Path) -> None:
+    server_folder(tmp_path / "first", rows=3)
+    second = tmp_path / "second"
+    second.mkdir()
+    assert database_settings(second)[MIGRATES] == "false"
+    assert rows_of(second) == 3
+    assert [*cache.glob(".*")] == []
+    # What this server adds is its own.
+    with closing(sqlite3.connect(second / "prefect.db")) as connection:
+        connection.execute("INSERT INTO block VALUES ('a run')")
+        connection.commit()
+    keep_template(second)
+    assert rows_of(server_folder(tmp_path / "third")) == 3
+
+
+@pytest.mark.parametrize("change", ["damaged", "truncated", "another release"])
+def test_another_template_is_not_used_and_replaced(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    server_folder(tmp_path / "first", rows=3)
+    (kept,) = cache.glob("*.db")
+    content = bytearray(kept.read_bytes())
+    if change == "damaged":
+        content[100] ^= 1
+    if change == "another release":
+        monkeypatch.setattr(database, "_prefix", lambda: "prefect-9.9.9-")
+    kept.write_bytes(content[:-1] if change == "truncated" else content)
+    second = tmp_path / "second"
+    second.mkdir()
+    assert MIGRATES not in database_settings(second)
+    assert not (second / "prefect.db").exists()
+    server_folder(tmp_path / "third", rows=5)
+    assert rows_of(server_folder(tmp_path / "fourth")) == 5
+    assert len([*cache.glob("*.db")]) == 1
+
+
+def test_a_cache_that_cannot_be_written_costs_no_run(tmp_path: Path, cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.write_text("a file")
+    assert rows_of(server_folder(tmp_path / "first", rows=1)) == 1
+    assert cache.read_text() == "a file"

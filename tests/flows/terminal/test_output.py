@@ -1,7 +1,9 @@
 """A report in the terminal: its order, numbers in one piece at any width, and data that commands nothing."""
 
 import io
+from collections.abc import Callable
 from contextvars import copy_context
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,11 +17,23 @@ HOSTILE = "[red]x[/red] \x1b[2J [/nothing]"
 SHOWN = "[red]x[/red] ⟨U+001B⟩[2J [/nothing]"
 
 
-def shown(report: Report, width: int = 160, **options: bool) -> str:
-    console = Console(file=io.StringIO(), width=width, **options)  # type: ignore[arg-type]
-    show_report(report, console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def shown_by(show: Callable[[Console], object], width: int = 160, **options: Any) -> str:
+    """What a console shows."""
+    file = io.StringIO()
+    show(Console(file=file, width=width, **options))
+    return file.getvalue()
+
+
+def shown(report: Report, width: int = 160, **options: Any) -> str:
+    return shown_by(lambda console: show_report(report, console), width, **options)
+
+
+def show_progress(console: Console, body: Callable[[], object]) -> None:
+    def within() -> None:
+        with training_progress(console):
+            body()
+
+    copy_context().run(within)
 
 
 def test_the_order_is_notices_title_tables_facts_notes() -> None:
@@ -50,52 +64,34 @@ def test_all_of_it_is_data() -> None:
     assert text.count(SHOWN) == 2 + 1 + 5 + 2 + 1
 
 
-def test_a_problem_has_a_colour() -> None:
-    text = shown(Report("", notes=["ok      fonts", "problem disk"]), force_terminal=True)
-    assert "\x1b[32mok\x1b[0m" in text
-    assert "\x1b[31mproblem\x1b[0m" in text
+def two_stages() -> None:
+    """Two stages and a line, the second stage in part."""
+    progress_of("first stage", 4)(4)
+    report_progress = progress_of("second stage", 8)
+    report_progress(2)
+    log("reward [0.5]")
 
 
-def printed(console: Console) -> str:
-    """What a console shows after two stages and a line, and the first part of a third."""
-
-    def body() -> None:
-        with training_progress(console):
-            progress_of("first stage", 4)(4)
-            report_progress = progress_of("second stage", 8)
-            report_progress(2)
-            log("reward [0.5]")
-
-    copy_context().run(body)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+TERMINAL: dict[str, Any] = {"force_terminal": True, "color_system": None}
 
 
 def test_a_log_has_the_lines_of_the_run_and_none_of_short_stages(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(Console(file=io.StringIO())) == ""
+    assert shown_by(lambda console: show_progress(console, two_stages)) == ""
     assert capsys.readouterr().err == "reward [0.5]\n"
 
 
 def test_a_terminal_has_the_bar_of_the_running_stage() -> None:
-    text = printed(Console(file=io.StringIO(), width=160, force_terminal=True, color_system=None))
+    text = shown_by(lambda console: show_progress(console, two_stages), **TERMINAL)
     last = text.rsplit("reward [0.5]", 1)[1]
-    assert "second stage" in last
-    assert "2/8" in last
-    assert "first stage" not in last
+    assert ("second stage" in last, "2/8" in last, "first stage" in last) == (True, True, False)
 
 
 def test_a_terminal_has_a_bar_of_the_run_with_the_time_that_is_left() -> None:
-    console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system=None)
-
     def body() -> None:
-        with training_progress(console):
-            advance_run(1, 60, None)
-            advance_run(3, 60, 65.0)
+        advance_run(1, 60, None)
+        advance_run(3, 60, 65.0)
 
-    copy_context().run(body)
-    assert isinstance(console.file, io.StringIO)
-    last = console.file.getvalue().rsplit("iterations of the run", 1)[1]
-    assert "3/60" in last
-    assert "65.0 s each" in last
+    text = shown_by(lambda console: show_progress(console, body), **TERMINAL)
+    last = text.rsplit("iterations of the run", 1)[1]
     # 57 iterations of 65 s.
-    assert "1:01:45 left" in last
+    assert [said in last for said in ("3/60", "65.0 s each", "1:01:45 left")] == [True] * 3

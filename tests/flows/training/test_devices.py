@@ -3,9 +3,7 @@
 import asyncio
 import contextvars
 from pathlib import Path
-from typing import Any
 
-import polars as pl
 import psutil
 import pytest
 
@@ -13,6 +11,7 @@ from configs.loader import read_config
 from flows.training.train import train
 from tasks.progress import listen
 from tests.flows.conftest import TINY, Runs
+from tests.flows.workers.test_pools import joined_tables
 
 # A scored batch takes long enough to be killed in the middle.
 REWARD = """
@@ -54,18 +53,6 @@ class Killer:
         self.lines.append(line)
 
 
-def tables(runs: Runs) -> dict[str, Any]:
-    """Every value of every table, those of shards joined."""
-    joined: dict[str, list[Any]] = {}
-    for path, rows in runs.tables().items():
-        joined.setdefault(path.replace("-00001.parquet", "-00000.parquet"), []).extend(rows)
-    return joined
-
-
-def frames(runs: Runs, pattern: str) -> pl.DataFrame:
-    return pl.concat([pl.read_parquet(path) for path in sorted(runs.path().glob(pattern))])
-
-
 @pytest.mark.slow
 def test_killed_in_every_stage(server: None, tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(REWARD)
@@ -90,10 +77,8 @@ def test_killed_in_every_stage(server: None, tmp_path: Path) -> None:
     assert len({pid for _, pid in killer.killed}) == len(STAGES)
     named = [line for line in killer.lines if "of 2 ended by SIGKILL" in line]
     assert [sum(stage in line for line in named) for stage in STAGES] == [1, 1, 1], killer.lines
-    assert tables(two) == tables(one)
-    rollouts = "iteration_000002/rollouts/part-*.parquet"
-    assert len(list(two.path().glob(rollouts))) == 2
-    assert frames(two, rollouts).equals(frames(one, rollouts))
+    assert joined_tables(two) == joined_tables(one)
+    assert len(list(two.path("iteration_000002", "rollouts").glob("part-*.parquet"))) == 2
     assert not list(two.path().rglob("shards"))
     assert not device_processes()
     # Placement is in no key.

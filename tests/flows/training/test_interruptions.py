@@ -6,8 +6,9 @@ import contextvars
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect.settings import PREFECT_API_URL
@@ -20,7 +21,7 @@ from tasks.storage.roots import StorageError
 from tests.chaos.campaign import Campaign, Plan
 from tests.chaos.operations import Golden, Operation
 from tests.chaos.processes import ForkServer, forking
-from tests.chaos.settings import small_images
+from tests.chaos.settings import BOTH_STREAMS, OFFLOADED, QUANTIZED, offloaded, quantized, small_images
 from tests.flows.conftest import TINY, Compare, Runs, Start
 from tests.flows.training.test_train import without_last_update
 
@@ -45,14 +46,47 @@ def fork_server(server: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield started
 
 
+def kill_at(plans: tuple[Plan, ...], golden: Golden, settings: Any, fork_server: ForkServer, folder: Path) -> None:
+    """Kill a run at these moments; its end must be that of the undisturbed one."""
+    campaign = Campaign(golden, settings, fork_server.start, folder)
+    campaign.one_run(iter(plans))
+    expected = [plan for plan in plans if plan is not A_MOMENT]
+    assert campaign.kills[: len(expected)] == expected
+
+
 @pytest.mark.slow
 def test_killed_here_and_there(undisturbed: tuple[Runs, Start], fork_server: ForkServer, tmp_path: Path) -> None:
-    runs, first = undisturbed
-    assert first.summary.policy_digest is not None
-    golden = Golden(runs, "run", first.summary.policy_digest)
-    campaign = Campaign(golden, small_images, fork_server.start, tmp_path)
-    campaign.one_run(iter((*PLANS, A_MOMENT)))
-    assert campaign.kills[: len(PLANS)] == list(PLANS)
+    golden = Golden(undisturbed[0], "run", str(undisturbed[1].summary.policy_digest))
+    kill_at((*PLANS, A_MOMENT), golden, small_images, fork_server, tmp_path)
+
+
+@pytest.mark.slow
+def test_killed_over_a_quantized_base(empty: Runs, fork_server: ForkServer, tmp_path: Path) -> None:
+    first = empty.start_text(**underscored(QUANTIZED))
+    golden = Golden(empty, "text", str(first.summary.policy_digest))
+    kill_at((PLANS[0], *PLANS[-2:]), golden, quantized, fork_server, tmp_path)
+
+
+def underscored(settings: Mapping[str, object]) -> dict[str, Any]:
+    return {name.replace(".", "__"): value for name, value in settings.items()}
+
+
+@pytest.mark.slow
+def test_offloaded_and_killed_it_ends_as_without(empty: Runs, fork_server: ForkServer, tmp_path: Path) -> None:
+    golden = Golden(empty, "plain", str(empty.start("plain", **underscored(BOTH_STREAMS)).summary.policy_digest))
+    # Under a root of its own, where nothing of the other run can be used again.
+    other = Runs(tmp_path / "other")
+    moved = other.start("moved", **underscored(OFFLOADED))
+    assert moved.summary.policy_digest == golden.digest
+    assert other.tables("moved") == empty.tables("plain")
+    measured = other.metrics(2, "moved")
+    for stage in ("rollouts", "update"):
+        assert measured[f"offload/{stage}/moved_gib"] > 0
+        assert measured[f"offload/{stage}/moved_seconds"] > 0
+    assert not any(name.startswith("offload/") for name in empty.metrics(2, "plain"))
+    # In the update also when the tokens' adapter is written and before the decoder's is.
+    between = Plan(operation=Operation("mkdir */denoising", 1))
+    kill_at((PLANS[0], between, PLANS[-2]), golden, offloaded, fork_server, tmp_path)
 
 
 PAGE = 4096

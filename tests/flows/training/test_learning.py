@@ -1,16 +1,25 @@
 """Whole trainings of the tiny text model: loss, reward, KL and entropy move as they should, draws are made again."""
 
+import gc
 import importlib.util
 import json
 import math
 import statistics
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import polars as pl
 import pytest
+from prefect.context import FlowRunContext
 
 from configs.loader import read_config
+from flows.export.export import export
+from flows.export.plan import plan_export
+from flows.pipeline.requests import ExportRequest, SampleRequest
+from flows.sample import open_source, sample
+from flows.training.hooks import use_hook
+from flows.training.prefetch import RolloutPrefetcher
 from flows.training.train import missing_prompts
 from grpo_core.records import GroupRequest
 from grpo_core.seeds import derive_seed
@@ -18,6 +27,9 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.settings import OptimizerSettings
 from tasks.models.initial import weights_digest
 from tasks.process import CHECKOUT
+from tasks.progress import Lines
+from tasks.reports.iteration import IterationRecord
+from tasks.storage.artifacts.reference import ArtifactRef
 from tests.flows.conftest import REPOSITORY, Runs
 
 STAGES = ("collect rollouts", "score answer", "compute advantages", "update policy")
@@ -136,31 +148,6 @@ def test_datasets_have_their_share_and_their_own_reward(empty: Runs) -> None:
             assert scores.filter(pl.col("dataset") == other)["value"].null_count() == scores.height - mine.height
 
 
-@pytest.mark.slow
-def test_a_cut_and_penalised_run_goes_on_where_it_was(empty: Runs) -> None:
-    """Truncation, a KL in the reward, a refreshed reference: all of it comes back when the run is started again."""
-    settings = {
-        **SMALL,
-        "rollout__top_k": 8,
-        "rollout__top_p": 0.9,
-        "advantages__kl_coef": 0.01,
-        "update__kl_coef": 0.01,
-        "update__reference": {"refresh_every": 2},
-        "update__lr_scheduler": "cosine",
-        "update__total_steps": 8,
-        "evaluate__prompts": None,
-    }
-    whole = empty.start_text("whole", run__iterations=4, **settings)
-    # Under a root of its own, where nothing of the whole run can be used again.
-    other = Runs(empty.root.parent / "other")
-    other.start_text("halved", run__iterations=3, **settings)
-    halved = other.start_text("halved", run__iterations=4, **settings)
-    assert halved.stages == tuple(f"iteration 4: {stage}" for stage in STAGES)
-    assert halved.summary.policy_digest == whole.summary.policy_digest
-    state = json.loads(empty.path("policies", "000004", "training_state.json", run="whole").read_text())
-    assert state["optimizer_steps"] == {"tokens": 4}
-
-
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     specification = importlib.util.spec_from_file_location("minimal_grpo", CHECKOUT / "docs" / "minimal_grpo.py")
@@ -205,3 +192,84 @@ def test_a_step_is_the_pipelines(example: ModuleType, empty: Runs, tmp_path: Pat
     example.grpo_step(task, optimizer, prompts, requests, derive_seed(0, 1, "minibatches"))
     task.policy.components["tokens"].save_weights(tmp_path)
     assert weights_digest(tmp_path) == weights_digest(empty.path("policies", "000001", run="text"))
+
+
+FEW: dict[str, Any] = {
+    "rollout__prompts_per_iteration": 2,
+    "rollout__group_size": 2,
+    "rollout__max_completion_length": 4,
+    "update__minibatch_size": 4,
+    "update__micro_batch_size": 4,
+    "evaluate__prompts": None,
+}
+
+
+def count_kept() -> dict[str, int]:
+    """Count what belongs to iterations: ours by kind, and Prefect's notes of task runs."""
+    gc.collect()
+    context = FlowRunContext.get()
+    assert context is not None
+    found = [each for each in gc.get_objects() if type(each) in (ArtifactRef, RolloutPrefetcher)]
+    # One of an earlier test may still be there; it does not grow.
+    prefetchers = [each for each in found if isinstance(each, RolloutPrefetcher)]
+    return {
+        "references": len(found) - len(prefetchers),
+        "policies": sum(len(each.policies) for each in prefetchers),
+        "ahead": sum(len(each.ahead) for each in prefetchers),
+        "results": len(context.run_results),
+        "assets": len(context.task_run_assets),
+        "submitted": len(context.task_runner._cancel_events),  # type: ignore[attr-defined]
+    }
+
+
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_it_does_not_grow_with_the_iterations(empty: Runs, staleness: int) -> None:
+    kept: dict[int, dict[str, int]] = {}
+
+    def count(record: IterationRecord) -> None:
+        if record.iteration in (3, 7):
+            kept[record.iteration] = count_kept()
+
+    use_hook(count)
+    try:
+        empty.start_text(run__iterations=8, run__staleness=staleness, **FEW)
+    finally:
+        use_hook(None)
+    # Two iterations' worth: what was just made is there a little longer or shorter. The thread that samples ahead drops
+    # the policy before its own when it begins, which may be before or after the count.
+    # It submits one task a reward, here one, and forgets it once it has ended: at either count it may be scoring. One
+    # that is left in each iteration would be four more. Since tasks were last forgotten, before the iteration, it has
+    # ended those of none to two iterations, three each; with the update's they would be sixteen more.
+    leeway = {"references": 8, "results": 40, "assets": 6, "policies": 1, "submitted": 1}
+    assert {name: n for name, n in kept[7].items() if n > kept[3][name] + leeway.get(name, 0)} == {}
+
+
+def test_lines_forget_a_stage_that_has_ended() -> None:
+    lines = Lines()
+    for done in (0, 1, 2):
+        lines.advance("iteration 1: stage", done, 2)
+    assert (lines._begun, lines._printed) == ({}, {})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_the_reward_rises_and_a_merged_export_says_that_it_is_another_function(empty: Runs, tmp_path: Path) -> None:
+    settings = {"policy__lora": {"rank": 16, "alpha": 32.0}, "policy__quantization": {"kind": "nf4"}}
+    summary = empty.start_text(run__iterations=16, evaluate__every=0, update__learning_rate=3e-3, **settings).summary
+    assert summary.heldout_before is not None
+    assert summary.heldout_after is not None
+    assert summary.heldout_after > summary.heldout_before + 0.1
+    gates = [empty.metrics(number, "text")["sampling/sampling_logp_difference/max"] for number in range(1, 17)]
+    assert max(gates) < 1e-4
+
+    request = ExportRequest(run="text", folder=str(tmp_path / "merged"), merged=True, root=str(empty.root))
+    exported = export(plan_export(request))
+    card = export(plan_export(request.model_copy(update={"folder": str(tmp_path / "own"), "merged": False})))
+    usage = Path(card.folder, "README.md").read_text()
+    assert "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'" in usage
+    assert "llm_int8_skip_modules=['lm_head'" in usage
+    assert exported.quantization is not None
+    assert exported.quantization in (tmp_path / "merged" / "README.md").read_text()
+    assert "another function" in (tmp_path / "merged" / "README.md").read_text()
+    merged = SampleRequest(source=str(tmp_path / "merged"), prompts=("sort the letters of banana",))
+    assert len(list(sample(merged, open_source(merged)))) == 1

@@ -3,9 +3,6 @@
 import asyncio
 import contextvars
 import os
-import shutil
-import signal
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,49 +16,8 @@ from flows.training import train as training
 from tasks.progress import listen
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.run_lock import LockLostError, locked
-from tests.flows.conftest import TINY, Compare, Runs, printed_summary, refused, training_process
+from tests.flows.conftest import TINY, Compare, Runs, refused
 from tests.flows.rescoring.test_rescore import JPEG, SSIM, scored_again
-
-# The command line, which stops in a stage and continues at SIGCONT.
-PAUSING = """
-import os, signal, sys
-from contextlib import contextmanager
-from flows.prefect_settings import apply_settings
-apply_settings()
-import flows.terminal.progress
-from tasks.progress import listen
-
-wanted = sys.argv.pop(1)
-
-class Pausing:
-    paused = False
-
-    def advance(self, stage, done, total):
-        if stage == wanted and done and not self.paused:
-            self.paused = True
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    def log(self, line):
-        print(line, file=sys.stderr, flush=True)
-
-@contextmanager
-def pausing_progress():
-    listen(Pausing())
-    yield
-
-flows.terminal.progress.training_progress = pausing_progress
-from flows.command_line.main import main
-main()
-"""
-
-
-@contextmanager
-def paused_training(runs: Runs, folder: Path, *, stage: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A training in a separate process that has stopped in this stage."""
-    with training_process(runs, folder, "-c", PAUSING, stage) as child:
-        _, status = os.waitpid(child.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status), (folder / "err").read_text()
-        yield child
 
 
 @contextmanager
@@ -119,27 +75,4 @@ def test_training_that_lost_its_run_stops_at_the_next_stage(empty: Runs, final: 
     assert not empty.path("iteration_000002").exists()
     again = empty.start()
     assert again.stages[0] == "iteration 2: collect rollouts"
-    final(empty, again)
-
-
-@pytest.mark.slow
-def test_a_living_training_is_left_alone_and_may_be_rescored(empty: Runs, final: Compare, tmp_path: Path) -> None:
-    with paused_training(empty, tmp_path, stage="iteration 2: update policy") as child:
-        (error,) = refused(empty.start)
-        assert (error.place, error.value) == ("run.name", "run")
-        assert f"process {child.pid}" in error.hint
-        summary, _ = scored_again(empty, JPEG, iterations="1")
-        assert summary.samples == 4
-        os.kill(child.pid, signal.SIGCONT)
-        while scored_again(empty, JPEG, name=f"beside-{len(list(empty.path('rescored').iterdir()))}", iterations="1"):
-            if child.poll() is not None:
-                break
-        assert child.returncode == 0, (tmp_path / "err").read_text()
-    again = empty.start()
-    assert again.stages == ()
-    assert printed_summary(tmp_path)["policy_digest"] == again.summary.policy_digest
-    assert scored_again(empty, JPEG, name="after")[0].samples == 8
-    for folder in empty.path("rescored").iterdir():
-        assert (folder / ".lock").read_bytes() == b""
-    shutil.rmtree(empty.path("rescored"))
     final(empty, again)

@@ -15,7 +15,7 @@ from flows.pipeline.requests import EvaluateRequest
 from tasks.runs.stored_policies import choose_policy, read_policy
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import EVALUATED, Runs, refused, training_process
-from tests.flows.replaying.replays import run_replay
+from tests.flows.replaying.test_replaying import run_replay
 from tests.flows.rescoring.test_rescore import scored_again
 from tests.flows.training.test_train import FIRST
 

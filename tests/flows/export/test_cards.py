@@ -1,4 +1,4 @@
-"""What a model card says of a run that was trained, replayed, rescored or continued, and of each kind of model."""
+"""What a model card says of a run and of each kind of model, and its lines of Python where prompts have images."""
 
 import json
 import re
@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from configs.loader import read_config
 from flows.export.model_card import hub_task, model_card
 from flows.export.plan import plan_export
+from flows.export.usage import usage
 from flows.pipeline.requests import ExportRequest
 from tasks.runs.lookup import write_description
 from tasks.runs.trust import remember, uses_of
 from tasks.storage.schemas import SCHEMA_VERSION
-from tests.flows.conftest import REPOSITORY, TINY_TEXT
+from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT
+from tests.grpo_core.policies.diffusers.tiny_pipelines import save, without
 from tests.tasks.reports.made_runs import RunMaker
 
 MODEL_DIGEST = "base" * 16
@@ -59,11 +62,6 @@ PLAIN = {"rewards": "answer (weight 2)", "reward": "0.250 | 0.750"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, str], set[str]]] = {
     "own": ({}, PLAIN, {"replay", "rescored", "started from"}),
     "continued": ({"start": "own@2"}, {**PLAIN, "started from": "`own@2`"}, {"replay", "rescored"}),
-    "again": (
-        {"replay": replayed("stored")},
-        {**PLAIN, "replay": "of stored rollouts: iterations 1 to 2 of own"},
-        {"rescored", "started from"},
-    ),
     "recomputed": (
         {"replay": replayed("recomputed")},
         {**PLAIN, "replay": "of stored rollouts: iterations 1 to 2 of own, advantages computed again"},
@@ -128,3 +126,48 @@ def test_a_source_that_is_no_name_of_a_run_is_not_read(tmp_path: Path) -> None:
 )
 def test_the_hub_is_given_what_the_model_does(file: str, task: str) -> None:
     assert hub_task(read_config(REPOSITORY / "configs" / file)) == task
+
+
+@pytest.mark.parametrize("name", ["flux_kontext", "flux2_klein"])
+def test_the_lines_of_the_card_edit_an_image(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(name, tmp_path / "pipeline")
+    sizes = [
+        "rollout.height=32",
+        "rollout.width=32",
+        "rollout.max_sequence_length=64",
+        "evaluate.num_inference_steps=2",
+    ]
+    own = [f"policy.model={folder}", "policy.dtype=float32", *sizes]
+    config = read_config(REPOSITORY / "configs" / "flux_kontext.yaml", own)
+    monkeypatch.chdir(tmp_path)
+    Image.effect_noise((64, 64), 100).convert("RGB").save("source.png")
+    defined: dict[str, Any] = {}
+    exec(usage(config, str(folder), merged=True), defined)
+    assert defined["image"].size == (32, 32)
+
+
+def test_a_run_whose_prompts_have_no_images_is_shown_without(tmp_path: Path) -> None:
+    folder = save("flux_kontext", tmp_path / "pipeline")
+    none = ["data.image_column=null", "evaluate.image_column=null", 'rewards=[{"reward": "r2"}]']
+    config = read_config(REPOSITORY / "configs" / "flux_kontext.yaml", [f"policy.model={folder}", *none])
+    lines = usage(config, str(folder), merged=True)
+    assert "load_image" not in lines
+    assert "max_area=262144" in lines
+
+
+def test_the_lines_of_the_card_load_a_pipeline_without_t5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = without(save("sd3", tmp_path / "whole"), tmp_path / "small", "text_encoder_3", "tokenizer_3")
+    small = ["rollout.height=32", "rollout.width=32", "rollout.max_sequence_length=32"]
+    config = read_config(TINY.with_name("tiny_sd3.yaml"), [f"policy.model={folder}", *small])
+    monkeypatch.chdir(tmp_path)
+    defined: dict[str, Any] = {}
+    exec(usage(config, str(folder), merged=True), defined)
+    assert defined["pipe"].text_encoder_3 is None
+    assert defined["image"].size == (32, 32)
+
+
+def test_a_glm_image_that_edits_is_given_a_list_of_images() -> None:
+    """diffusers takes a list; it cannot run here, as it gives transformers' image tokenizer other features."""
+    config = read_config(REPOSITORY / "configs" / "tiny_edit.yaml")
+    assert 'image=[load_image("source.png")]' in usage(config, "exported", merged=True)
+    assert "load_image" not in usage(read_config(REPOSITORY / "configs" / "tiny.yaml"), "exported", merged=True)

@@ -1,24 +1,71 @@
 """Learning from stored rollouts: what is reproduced, what is corrected, and what is left out."""
 
+import asyncio
+import hashlib
 import json
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from configs.validation import validated
 from flows.inspect_run import inspect_run
+from flows.pipeline.requests import ReplayRequest
+from flows.replaying import ReplaySummary, replay
 from flows.training import history
 from grpo_core.parity import ParityError
 from grpo_core.update.optimizer import PolicyOptimizer
-from tests.flows.conftest import EVALUATED, Runs, Start, refused, sha256_of
-from tests.flows.replaying.replays import (
-    UPDATES,
-    advantages,
-    of_first_group,
-    rewrite,
-    run_replay,
-)
+from tasks.runs.layout import IMAGES
+from tasks.storage.artifacts.commit import commit_artifact
+from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.store import ArtifactStore
+from tests.flows.conftest import EVALUATED, Heard, Runs, Start, heard_of, refused, sha256_of
+
+UPDATES = ("iteration 1: update policy", "iteration 2: update policy")
+
+
+def request_replay(runs: Runs, *overrides: str, **options: Any) -> ReplayRequest:
+    values = {"source": "run", "root": str(runs.root), "overrides": list(overrides), **options}
+    return validated(ReplayRequest, values)
+
+
+def run_replay(runs: Runs, *overrides: str, **options: Any) -> tuple[ReplaySummary, Heard]:
+    """Replay the run in this process: its summary, and what was heard of it."""
+    return heard_of(lambda: asyncio.run(replay(request_replay(runs, *overrides, **options))))
+
+
+def advantages(runs: Runs, iteration: int, run: str = "run-replay") -> pl.DataFrame:
+    return pl.read_parquet(runs.path(f"iteration_{iteration:06d}/advantages/advantages.parquet", run=run))
+
+
+def rewrite(
+    runs: Runs, folder: str, change: Callable[[pl.DataFrame], pl.DataFrame], *, to: str | None = None
+) -> ArtifactRef:
+    """Commit a changed copy of an artifact of the source, in its place or in another one."""
+    store = ArtifactStore(str(runs.root), "run")
+    previous = store.find(folder)
+    assert previous is not None
+    with store.staging() as staged:
+        for path in sorted(store.local_files(previous).glob("*.parquet")):
+            if path.match(IMAGES):
+                shutil.copyfile(path, staged / path.name)
+                continue
+            schema = pq.read_schema(path)
+            table = change(pl.DataFrame(pl.from_arrow(pq.read_table(path)))).to_arrow()
+            columns = [table[name].combine_chunks().cast(schema.field(name).type) for name in schema.names]
+            pq.write_table(pa.table(columns, schema=schema), staged / path.name)
+        digest = hashlib.sha256(f"{previous.digest} {to} {sha256_of(staged)}".encode()).hexdigest()
+        fields = previous.model_dump(exclude={"uri", "sha256", "digest"})
+        return commit_artifact(store, staged, to or folder, digest=digest, **fields)
+
+
+def of_first_group(table: pl.DataFrame) -> pl.Expr:
+    return pl.col("group_id") == table["group_id"][0]
 
 
 class TestSameSettings:
@@ -41,22 +88,20 @@ class TestSameSettings:
         again, heard = run_replay(finished)
         assert (again.policy_digest, heard.stages) == (summary.policy_digest, [])
 
-    def test_from_a_later_version_with_its_optimizer(self, finished: Runs) -> None:
-        summary, heard = run_replay(finished, source="run@1", iterations="2")
-        assert tuple(heard.stages) == UPDATES[1:]
-        assert summary.policy_digest == finished.policy_digest(2)
-        assert not finished.path("policies/000001", run="run-replay").exists()
-
-    def test_its_first_evaluation_reaches_trackers_and_each_is_announced_once(
+    def test_from_a_later_version_its_first_evaluation_reaches_trackers_and_each_is_announced_once(
         self, finished: Runs, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         announced: list[int] = []
         monkeypatch.setattr(history, "emit_evaluated", lambda run, policy, done: announced.append(policy.version))
         evaluated = {**EVALUATED, "evaluate__every": 1, "run__trackers": ["tensorboard"]}
         overrides = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in evaluated.items()]
-        for _ in range(2):
-            run_replay(finished, *overrides, source="run@1", iterations="2")
+        for updates in ([UPDATES[1]], []):
+            summary, heard = run_replay(finished, *overrides, source="run@1", iterations="2")
+            # With the optimizer of the version that it starts from.
+            assert summary.policy_digest == finished.policy_digest(2)
+            assert [stage for stage in heard.stages if stage in UPDATES] == updates
             assert announced == [1, 2]
+        assert not finished.path("policies/000001", run="run-replay").exists()
         logged = EventAccumulator(str(next(finished.path("tensorboard", run="run-replay").rglob("events*")).parent))
         logged.Reload()
         assert [event.step for event in logged.Scalars("heldout_reward")] == [1, 2]
