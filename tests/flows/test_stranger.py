@@ -15,8 +15,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from configs.rollouts import VllmSection
 from configs.schema import RunConfig
-from configs.sections import VllmSection
 from flows import evaluate, replay, rescore, train
 from flows.compare_runs import compare
 from flows.export.plan import plan_export

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from configs.loader import read_config
-from configs.training import RewardSection
+from configs.scoring import RewardSection
 from flows.deploy import evaluation
 from flows.evaluation import plan_evaluate
 from flows.pipeline.requests import EvaluateRequest, ReplayRequest
