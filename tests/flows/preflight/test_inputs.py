@@ -72,6 +72,13 @@ def test_a_reward_against_a_source_needs_it_in_each_prompt_and_in_the_aspect_of_
     assert problems([[], []]) == [("rewards.0.mse", "mse")]
 
 
+def test_an_image_generator_takes_the_users_text_of_a_conversation(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "a red circle"}]}
+    path = prompt_file(tmp_path, json.dumps(row) + "\n", "prompts.jsonl")
+    config = read_config(TINY, (f"data.prompts={path}", *NO_TARGETS))
+    assert [each.text for each in read_prompt_files(config).usable("data")[0].prompts] == ["a red circle"]
+
+
 def opened(config: RunConfig) -> None:
     from flows.pipeline.run import start_run
 

@@ -56,7 +56,7 @@ def described(**changes: object) -> Callable[[Runs], object]:
 
 WRONG: list[tuple[tuple[str, ...], dict[str, Any], str, object]] = [
     ((), {"source": "rum"}, "RUN", "rum"),
-    ((), {"advantages": "storde"}, "--advantages", "storde"),
+    *(((), {"advantages": name}, "--advantages", name) for name in ("storde", "../up")),
     ((), {"source": "run@9"}, "RUN", "run@9"),
     ((), {"source": "run@-1"}, "RUN", "run@-1"),
     ((), {"source": "run@best"}, "RUN", "run@best"),

@@ -148,6 +148,17 @@ def test_several_runs_are_compared_together_and_each_keeps_its_own(finished: Run
         assert finished.path("rescored", "other", "report.html", run=run).read_text() == html.read_text()
 
 
+def test_running_moments_go_from_iteration_to_iteration(finished: Runs) -> None:
+    scored_again(finished, {"reward": "ssim", "normalize": "running"}, name="running", advantages={"scale": "none"})
+    folders = [finished.path("rescored", "running", f"iteration_{number:06d}", "advantages") for number in (1, 2)]
+    first, second = (pl.read_parquet(folder / "advantages.parquet") for folder in folders)
+    std = pl.concat([first["reward"], second["reward"]]).std()
+    assert isinstance(std, float)
+    for group in second.partition_by("group_id"):
+        centred = group["reward"] - group["reward"].mean()
+        assert group["advantage"].to_list() == pytest.approx((centred / (std + 1e-4)).to_list(), rel=1e-5)
+
+
 WRONG: list[tuple[tuple[dict[str, object], ...], dict[str, Any], str, object]] = [
     (({"reward": "sim"},), {}, "rewards.0.reward", "sim"),
     (({"reward": "ssim", "weigth": 1.0},), {}, "rewards.0.weigth", "weigth"),

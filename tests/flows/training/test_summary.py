@@ -68,6 +68,13 @@ def test_a_folder_below_the_working_directory_is_shortened(tmp_path: Path, monke
     assert facts(folder=str(tmp_path / "runs" / "r"))["stored in"] == "runs/r"
 
 
+def test_files_reasons_and_pages_are_named() -> None:
+    named = {"contact_sheet": "/a/sheet", "heldout_texts": "/a/texts", "quarantined": ["a reason"]}
+    assert {"/a/sheet", "/a/texts", "a reason"} <= {*facts(**named).values()}
+    pages = {"last report": "http://host/1", "summary": "http://host/2"}
+    assert [note.rsplit(" ", 1)[1] for note in summary(pages=pages).report().notes] == [*pages.values()]
+
+
 ADVANTAGES = ArtifactRef(uri="r/a", sha256="", digest="", schema_version=1, rows=1, seconds=1.0, metrics={})
 SECONDS = {"rollouts": 4.0, "rewards": 2.0, "advantages": 1.0, "update": 3.0}
 RECORD = IterationRecord(2, (), ADVANTAGES, {"reward": 0.5, **{f"seconds/{name}": s for name, s in SECONDS.items()}})
