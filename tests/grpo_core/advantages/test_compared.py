@@ -42,20 +42,6 @@ def test_twelve_drafts_one_of_them_rendered_five_times() -> None:
     assert denoising.samples.tolist() == [[0, 1, 2, 3, 4]]
 
 
-def test_advantages_of_uneven_groups() -> None:
-    """Means 58 / 12 of the drafts and 3 of the renderings, whose Bessel-corrected deviation is sqrt(2.5)."""
-    drafts = drafts_of([5] + [1] * 11)
-    values = column([1.0, 2.0, 3.0, 4.0, 5.0, *range(11)])
-    settings, terms = AdvantageSettings(scale="none"), [RewardTerm()]
-    tokens = compute_advantages(compared_samples("tokens", values, drafts).values, terms, settings)
-    expected = [3 - 58 / 12, *(value - 58 / 12 for value in range(11))]
-    assert tokens.advantages[0].tolist() == pytest.approx(expected, abs=1e-6)
-    settings = AdvantageSettings(eps=0.0)
-    denoising = compute_advantages(compared_samples("denoising", values, drafts).values, terms, settings)
-    expected = [place / 2.5**0.5 for place in (-2, -1, 0, 1, 2)]
-    assert denoising.advantages[0].tolist() == pytest.approx(expected, abs=1e-6)
-
-
 def test_several_rendered_drafts_are_compared_apart_and_name_their_group() -> None:
     drafts = drafts_of([2, 2, 1], groups=2)
     values = column([1.0, 2.0, 30.0, 50.0, 7.0], [3.0, 4.0, 60.0, 80.0, 9.0])
@@ -333,13 +319,3 @@ def test_order_of_siblings_and_groups_does_not_matter(
     for field in ("advantages", "rewards", "scaled"):
         there, back = getattr(straight, field)[groups][:, siblings], getattr(shuffled, field)
         torch.testing.assert_close(back, there, rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-@given(values=ROWS, factor=st.floats(0.01, 100), offset=st.floats(-10, 10))
-def test_the_unit_of_a_normalised_reward_does_not_matter(values: Any, factor: float, offset: float) -> None:
-    """Without gates, to which an offset matters, and without eps."""
-    samples = torch.tensor(values, dtype=torch.float64)[:, :, :2]
-    for kind in (BY_GROUP, BY_RUN):
-        there = computed(samples, kind, SUM)
-        back = computed(samples * torch.tensor([factor, 1.0]) + torch.tensor([offset, 0.0]), kind, SUM)
-        torch.testing.assert_close(back.advantages, there.advantages, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -253,24 +253,6 @@ def test_processes_add_up_to_one() -> None:
     assert sum(losses) == pytest.approx(result.steps[0].loss)
 
 
-def test_without_advantages_the_first_step_has_no_gradient() -> None:
-    component = LinearComponent()
-    before = component.weight.detach().clone()
-    result = trained(component, rows_of([0.0] * 4))
-    assert result.steps[0].grad_norm == 0.0
-    assert torch.equal(component.weight, before)
-    assert result.steps[0].loss > 0
-
-
-def test_an_image_with_a_good_advantage_is_drawn_and_one_with_a_bad_one_avoided() -> None:
-    for advantage, better in ((5.0, True), (-5.0, False)):
-        component, rows = LinearComponent(), rows_of([advantage])
-        errors = [
-            trained(component, rows, replace(SETTINGS, nft_beta=1.0)).metrics()["nft/positive_error"] for _ in range(20)
-        ]
-        assert (errors[-1] < errors[0]) == better
-
-
 def test_the_same_seed_gives_the_same_weights_to_the_bit() -> None:
     weights = []
     for seed in (1, 1, 2):

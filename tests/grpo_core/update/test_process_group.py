@@ -158,15 +158,3 @@ def test_weights_that_differ_are_refused_by_every_process(updates: tuple[int, Pa
     _, folder = updates
     assert "are not those of process 0 on another process" in (folder / "other-0.txt").read_text()
     assert "are not those of process 0, turned first" in (folder / "other-1.txt").read_text()
-
-
-def fail_on_the_second(folder: Path) -> None:
-    process_group = DistributedProcessGroup(torch.device("cpu"))
-    if process_group.rank == 1:
-        raise ValueError("the second fails")
-    process_group.add(torch.ones(1))
-
-
-def test_the_first_error_ends_the_processes_that_wait(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="the second fails"):
-        in_processes(2, fail_on_the_second, tmp_path)

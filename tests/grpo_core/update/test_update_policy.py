@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import GlmImagePipeline
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,15 +15,12 @@ from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
 from grpo_core.losses.reductions import Denominators
 from grpo_core.losses.settings import MismatchSettings
 from grpo_core.parity import ParityError, ParityTolerance
-from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.records import TrainingRows
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings, microbatches, minibatches
 from grpo_core.update.step import RatioStepMetrics, UpdateResult
-from tests.grpo_core.policies.trained.tiny_models import same
-from tests.grpo_core.toy_policy import TablePolicy, sampled_rows, training_rows
-from tests.tiny_policies import PROMPTS, build_policy, weights_of
+from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 9))
@@ -349,28 +345,3 @@ def test_a_gradient_that_is_not_finite_is_refused_before_the_step() -> None:
 
 
 # --- the shipped model
-
-
-def glm_rows(policy: GlmImagePolicy) -> TrainingRows:
-    sampled = policy.tokens.sample(PROMPTS[:2], group_size=2, seeds=range(4))
-    return training_rows(sampled, [1.0, -1.0, 0.7, -0.7])
-
-
-def glm_weights_after(
-    pipeline: GlmImagePipeline, *, checkpointing: bool = False, lr: float = 1e-3
-) -> dict[str, Tensor]:
-    policy = build_policy(pipeline, gradient_checkpointing=checkpointing, disturbed=0.02)
-    optimizer = PolicyOptimizer(policy.tokens.trainable_parameters(), OptimizerSettings(lr))
-    settings = changed(epochs=2, minibatch_size=2, kl_coef=0.05)
-    update_policy(policy.tokens, optimizer, glm_rows(policy), settings, parity=PARITY, seed=0)
-    return weights_of(policy)
-
-
-def test_glm_image_update_repeats_to_the_bit_and_checkpointing_changes_nothing(
-    shipped_pipeline: GlmImagePipeline,
-) -> None:
-    first = glm_weights_after(shipped_pipeline)
-    assert same(first, glm_weights_after(shipped_pipeline))
-    checkpointed = glm_weights_after(shipped_pipeline, checkpointing=True)
-    for name, value in first.items():
-        torch.testing.assert_close(checkpointed[name], value, rtol=0, atol=1e-6)

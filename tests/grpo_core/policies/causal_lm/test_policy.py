@@ -1,5 +1,6 @@
-"""Completions end where they should, and are rendered as people read them."""
+"""Completions end where they should and are rendered as people read them; what follows the head of a model is found."""
 
+import string
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +18,23 @@ from grpo_core.policies.causal_lm.ends import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.family import FAMILY
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import prompt_ids
+from grpo_core.policies.causal_lm.sampling_scoring import head_gives_logits
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.records import SampledTokens
-from tests.grpo_core.policies.causal_lm.model_types import make_model, make_tokenizer
-from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS, build_text_policy
+from tests.grpo_core.policies.causal_lm.model_types import (
+    AFTER_HEAD,
+    CONFIGS,
+    change_inputs,
+    make_model,
+    make_tokenizer,
+)
+from tests.grpo_core.policies.samplers import make_text_policy
+from tests.tiny_policies import TEXT_LORA, TEXT_MODEL, TEXT_PROMPTS, build_text_policy
 
 TOKENIZER = make_tokenizer()
 STOPS = StopTexts(TOKENIZER, ("ab", "\n\n", "é!", " of the", "<|user|>", "b<|assistant|>!"))
 CRITERIA = StopStringCriteria(TOKENIZER, list(STOPS.texts))
-FEW = TOKENIZER.convert_tokens_to_ids(["a", "b", "<|user|>", "<|assistant|>"])
 SPECIAL = [TOKENIZER.convert_tokens_to_ids(mark) for mark in ("<|user|>", "<|assistant|>")]
 
 
@@ -78,35 +87,6 @@ def test_a_stop_text_that_begins_inside_a_token_leaves_its_beginning() -> None:
     assert StopTexts(tokenizer, ("ne",)).visible([*ids[:2], tokenizer.eos_token_id, *ids[2:]]).endswith("o")
 
 
-@pytest.mark.parametrize("stop", ["<|user|>", "a<|user|>", "<|user|>b", "a", "ab"])
-def test_generate_stops_at_the_same_tokens(stop: str) -> None:
-    """A model that writes nothing but two letters and two special tokens."""
-    model = make_model("llama")
-    others = [token for token in range(model.config.vocab_size) if token not in FEW]
-    settings = CausalLMSettings(max_completion_length=16, temperature=1e-5, stop=(stop,))
-    policy = build_text_policy(settings, model=model, tokenizer=TOKENIZER)
-    policy.forbidden = torch.tensor([token for token in others if token < policy.vocabulary])
-    lengths = []
-    for prompt in (*TEXT_PROMPTS, "a", "b", "ba", "of"):
-        encoded = policy.encode([prompt])
-        expected = model.generate(
-            input_ids=encoded.input_ids,
-            attention_mask=encoded.attention_mask,
-            do_sample=False,
-            max_new_tokens=16,
-            pad_token_id=0,
-            suppress_tokens=others,
-            stop_strings=[stop],
-            tokenizer=TOKENIZER,
-        )[0, encoded.length :].tolist()
-        sampled = policy.sample_tokens([prompt], group_size=1, seeds=[0]).actions
-        found = sampled.token_ids[0, sampled.loss_mask[0]].tolist()
-        assert found == expected
-        lengths.append(len(found))
-        assert "<|" not in policy.decode(sampled)[0]
-    assert min(lengths) < max(lengths)
-
-
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [([7, 3], 3, (3, 7, 268)), (None, 5, (5, 268)), (9, None, (9, 268)), (None, None, (268,)), ("no", "no", (268,))],
@@ -149,18 +129,6 @@ def test_the_loop_ends_when_every_row_has() -> None:
     policy = build_text_policy(CausalLMSettings(max_completion_length=200))
     tokens = policy.sample_tokens(TEXT_PROMPTS[:1], group_size=4, seeds=range(4)).actions
     assert tokens.token_ids.shape[1] == int(tokens.loss_mask.sum(-1).max()) < 30
-
-
-def test_an_end_token_of_the_generation_configuration_ends_a_row_too() -> None:
-    model, tokenizer = make_model("llama"), make_tokenizer()
-    model.generation_config.eos_token_id = [END, *range(60, 80)]
-    policy = build_text_policy(CausalLMSettings(max_completion_length=24), model=model, tokenizer=tokenizer)
-    sampled = drawn(policy)
-    last = [
-        row[mask][-1].item() for row, mask in zip(sampled.actions.token_ids, sampled.actions.loss_mask, strict=True)
-    ]
-    assert any(60 <= token < 80 for token in last)
-    assert all(done == (token == END or 60 <= token < 80) for done, token in zip(sampled.finished, last, strict=True))
 
 
 def test_a_stop_text_ends_a_row_and_is_not_rendered() -> None:
@@ -206,3 +174,53 @@ def test_prompts_are_refused_by_the_tokenizer_alone() -> None:
     with pytest.raises(InputError) as refused:
         FAMILY.refuse_prompts(str(TEXT_MODEL), CausalLMSettings(max_completion_length=460), [*TEXT_PROMPTS, "b" * 80])
     assert (refused.value.place, refused.value.value) == (f"prompt {len(TEXT_PROMPTS) + 1}", "b" * 80)
+
+
+def test_rows_that_have_ended_leave_the_batch() -> None:
+    """And the rows that stay, some of them more than once moved, are sampled as alone."""
+    policy = make_text_policy("llama", CausalLMSettings(max_completion_length=24, stop=tuple(string.ascii_lowercase)))
+    fed: list[int] = []
+    change_inputs(policy._model, lambda given: fed.append(len(given["input_ids"])))
+    tokens = drawn(policy, group_size=3).actions
+    assert fed[0] == len(TEXT_PROMPTS)
+    assert fed[1:] == sorted(fed[1:], reverse=True)
+    assert len(set(fed[1:])) > 2
+    for row in range(len(tokens)):
+        alone = policy.sample_tokens([tokens.prompts[row]], group_size=1, seeds=[row]).actions
+        assert alone.token_ids[0, alone.loss_mask[0]].tolist() == tokens.token_ids[row, tokens.loss_mask[row]].tolist()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_follows_the_head_is_found(kind: str) -> None:
+    assert head_gives_logits(make_model(kind)) == (kind not in AFTER_HEAD)
+
+
+def test_a_cap_on_tiny_logits_is_found() -> None:
+    model = make_model("gemma2")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(1e-3)
+    assert not head_gives_logits(model)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+def test_head_and_whole_logits_give_the_same_gradients(kind: str) -> None:
+    gradients = []
+    for whole in (False, True):
+        policy = make_text_policy(kind, CausalLMSettings(max_completion_length=10, top_k=5), TrainingChoice(lora=None))
+        tokens = drawn(policy, group_size=3).actions
+        policy.whole_logits = whole
+        scored = policy.logprobs(tokens, entropy="differentiable")
+        (scored.logprobs.sum() + 0.1 * scored.entropy.sum()).backward()
+        gradients.append({name: parameter.grad for name, parameter in policy.trainable_parameters().items()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
+def test_adapters_go_into_every_linear_layer_but_the_head(kind: str) -> None:
+    policy = make_text_policy(kind, CausalLMSettings(), TrainingChoice(lora=TEXT_LORA))
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in policy.trainable_parameters()}
+    assert adapted == {
+        "gpt2": {"c_attn", "c_proj", "c_fc"},
+        "bloom": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
+    }.get(kind, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})

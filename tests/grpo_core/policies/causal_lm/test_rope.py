@@ -137,23 +137,6 @@ def test_log_probs_of_the_longest_rows_are_those_of_a_plain_pass(kind: str) -> N
     assert difference_to_plain(made_policy(kind, room(kind))) < PARITY
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_greedy_tokens_of_the_longest_rows_are_those_of_generate(kind: str) -> None:
-    policy = made_policy(kind, room(kind), temperature=1e-6)
-    sampled = policy.sample_tokens(PROMPTS, group_size=1, seeds=range(len(PROMPTS))).actions
-    for row, prompt in enumerate(PROMPTS):
-        asked = policy.encode([prompt])
-        likeliest = policy._model.generate(
-            input_ids=asked.input_ids,
-            attention_mask=asked.attention_mask,
-            do_sample=False,
-            max_new_tokens=room(kind),
-            pad_token_id=0,
-            suppress_tokens=list(range(policy.vocabulary, HEAD_ROWS)),
-        )[0, asked.length :].tolist()
-        assert sampled.token_ids[row].tolist() == likeliest
-
-
 @pytest.mark.parametrize("kind", sorted(CHANGING))
 def test_rows_past_a_change_would_be_wrong_and_are_refused(kind: str) -> None:
     policy = made_policy(kind, room(kind) + 8)

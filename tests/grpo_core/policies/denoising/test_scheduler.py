@@ -1,6 +1,7 @@
-"""A noisy step against its papers, diffusers and torch.distributions."""
+"""A noisy step against its papers, diffusers and torch.distributions, and which steps of an iteration are noisy."""
 
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -9,8 +10,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 from torch.distributions import Independent, Normal, kl_divergence
 
+from grpo_core.errors import InputError
 from grpo_core.policies.denoising.scheduler import NoiseSchedule, step_kl, step_logprob, transition
-from grpo_core.policies.denoising.settings import SdeType
+from grpo_core.policies.denoising.settings import DenoisingSettings, SdeType
+from grpo_core.settings import check_fields
 
 KINDS: tuple[SdeType, ...] = ("flow_grpo", "dance_grpo", "cps")
 
@@ -68,15 +71,6 @@ def test_mean_and_std_are_those_of_the_paper(kind: SdeType, sigma: float, after:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp32_differs_from_fp64_by_rounding_alone(kind: SdeType) -> None:
-    x, v = drawn(0), drawn(1)
-    exact = transition(kind, 0.7, noise(1.0, 0.9), x, v)
-    narrow = transition(kind, 0.7, noise(1.0, 0.9, dtype=torch.float32), x.float(), v.float())
-    assert narrow.mean.dtype == torch.float32
-    torch.testing.assert_close(narrow.mean.double(), exact.mean, rtol=0, atol=3e-6)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_without_noise_a_step_is_that_of_diffusers(kind: SdeType) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(6)
@@ -88,29 +82,6 @@ def test_without_noise_a_step_is_that_of_diffusers(kind: SdeType) -> None:
         x = scheduler.step(v, timestep, x, return_dict=False)[0]
         torch.testing.assert_close(found.mean, x, rtol=0, atol=2e-6)
         assert float(found.std) == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_first_and_the_last_noisy_step_of_a_schedule_have_a_density(kind: SdeType) -> None:
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(10)
-    assert float(scheduler.sigmas[0]) == 1
-    for index in (0, 8):
-        sigmas = NoiseSchedule(scheduler.sigmas[index], scheduler.sigmas[index + 1], scheduler.sigmas[1])
-        found = transition(kind, 0.7, sigmas, drawn(0, torch.float32), drawn(1, torch.float32))
-        assert 5e-4 < float(found.std) < 1.5
-        assert torch.isfinite(found.mean).all()
-        assert torch.isfinite(step_logprob(found.mean, found, "mean")).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_perfect_model_keeps_the_noise_of_the_schedule(kind: SdeType) -> None:
-    """With clean latents of 0 the velocity is the noise: a variance of sigma^2 becomes about next_sigma^2."""
-    eps = torch.randn(200_000, 1, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    sigma, after = 0.5, 0.499
-    moved = transition(kind, 0.7, noise(sigma, after), sigma * eps, eps)
-    variance = float(moved.mean.var() / eps.var() + moved.std.square())
-    assert variance == pytest.approx(after**2, rel=1e-12 if kind == "cps" else 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,12 +103,63 @@ def test_the_exact_kl_is_that_of_torch() -> None:
     torch.testing.assert_close(step_kl(step.mean, reference, "mean"), kl / step.mean[0].numel(), rtol=1e-12, atol=0)
 
 
-def test_the_gradient_of_a_log_prob_takes_the_latents_as_given() -> None:
-    """Sampled latents contain the mean; were they not constants, the gradient would be zero."""
-    v = drawn(1).requires_grad_()
-    step = transition("flow_grpo", 0.7, noise(0.9, 0.75), drawn(0), v)
-    following = step.mean + step.std * drawn(2)
-    (gradient,) = torch.autograd.grad(step_logprob(following, step, "sum").sum(), v)
-    # d log N / d mean = (x - mean) / std^2 = noise / std; d mean / d v is one number for the step.
-    slope = (-0.15) * (1 + 0.49 * (0.9 / 0.1) * 0.1 / (2 * 0.9))
-    torch.testing.assert_close(gradient, drawn(2) / float(step.std.detach()) * slope, rtol=1e-12, atol=1e-14)
+def made(**changes: object) -> DenoisingSettings:
+    return DenoisingSettings(**{"num_inference_steps": 10, "guidance_scale": 1.0, **changes})
+
+
+def starts(settings: DenoisingSettings, iterations: int, seed: int = 0) -> list[int]:
+    return [settings.window_start(iteration, seed) for iteration in range(1, iterations + 1)]
+
+
+def test_the_first_window_never_moves() -> None:
+    assert starts(made(sde_window="first", sde_window_range=(1, 9)), 5) == [1] * 5
+
+
+def test_a_sliding_window_moves_by_one_step_and_starts_over() -> None:
+    settings = made(sde_window="sliding", sde_window_range=(1, 6), sde_window_size=2, sde_window_every=2)
+    assert starts(settings, 10) == [1, 1, 2, 2, 3, 3, 4, 4, 1, 1]
+
+
+def test_a_random_window_covers_its_range_evenly_and_repeats_with_its_seed() -> None:
+    settings = made(sde_window="random", sde_window_range=(1, 6), sde_window_size=3)
+    drawn = starts(settings, 600)
+    assert set(drawn) == {1, 2, 3}
+    assert all(150 < count < 250 for count in Counter(drawn).values())
+    assert drawn == starts(settings, 600)
+    assert drawn != starts(settings, 600, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"sde_window_range": (0, 10)}, "rollout.sde_window_range"),
+        ({"sde_window_range": (3, 3)}, "rollout.sde_window_range"),
+        ({"sde_window_range": (4, 2)}, "rollout.sde_window_range"),
+        ({"sde_window_size": 6}, "rollout.sde_window_range"),
+        ({"num_inference_steps": 1}, "rollout.num_inference_steps"),
+        ({"num_inference_steps": 5}, "rollout.sde_window_range"),
+        ({"noise_level": 0.0}, "rollout.noise_level"),
+        ({"sde_type": "cps", "noise_level": 1.1}, "rollout.noise_level"),
+    ],
+)
+def test_a_window_without_density_is_refused(changes: dict[str, object], place: str) -> None:
+    with pytest.raises(InputError) as refused:
+        made(**changes).check_window()
+    assert refused.value.place == place
+
+
+def test_the_largest_window_leaves_the_last_step_alone() -> None:
+    made(sde_window_range=(0, 9), sde_window_size=9).check_window()
+    made(sde_type="cps", noise_level=1.0).check_window()
+
+
+@pytest.mark.parametrize("changes", [{"sde_type": "ddim"}, {"noise_level": -0.1}, {"sde_window_size": -1}])
+def test_values_outside_their_ranges_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(changes))):
+        check_fields(made(**changes), "rollout")
+
+
+def test_an_empty_window_is_after_the_last_step_and_needs_no_noise() -> None:
+    settings = made(sde_window_size=0, sde_window_range=(0, 50), noise_level=0.0, sde_window="random")
+    settings.check_window()
+    assert set(starts(settings, 20)) == {settings.num_inference_steps}

@@ -4,11 +4,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import diffusers
-import numpy as np
 import pytest
 import torch
-from diffusers.pipelines.flux.pipeline_flux_kontext import calculate_shift
 from PIL import Image
 from torch import Tensor
 
@@ -23,8 +20,7 @@ from grpo_core.records import RolloutGroup
 from grpo_core.streams import ImageSize
 from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
-from grpo_core.update.policy_update import update_policy
-from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
+from grpo_core.update.settings import NftSettings, OptimizerSettings
 from tests.grpo_core.policies.diffusers.tiny_classes import EDITS, NEED_SOURCES, SEVERAL, settings
 from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     EDIT_PROMPTS,
@@ -35,7 +31,6 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     picture,
     request,
     sampled,
-    scaled,
     source,
 )
 from tests.grpo_core.policies.trained.tiny_models import values_of
@@ -110,78 +105,6 @@ def test_marks_of_images_are_not_part_of_the_text(shared_policy: SharedPolicy) -
 
 
 # --- gradients
-
-
-def plain_script_gradient(folder: Path, groups: list[RolloutGroup], advantages: Tensor) -> dict[str, Tensor]:
-    """The gradient of GRPO's loss at a ratio of 1, by calls of FLUX.1 Kontext's parts alone, sample by sample."""
-    pipe = diffusers.FluxKontextPipeline.from_pretrained(folder)
-    pipe.transformer.train().requires_grad_(True)
-    tokens = (32 // 4) ** 2
-    pipe.scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / 5, 5), mu=calculate_shift(tokens, 256, 4096, 0.5, 1.15))
-    sigmas, loss = pipe.scheduler.sigmas, torch.zeros(())
-    for group, own in zip(groups, advantages, strict=True):
-        actions = group.streams["denoising"].actions
-        assert isinstance(actions, DenoisingBatch)
-        image = group.request.sources[0].open()
-        width, height = (side // 4 * 4 for side in scaled(image.size))
-        with torch.no_grad():
-            embeds, pooled, text_ids = pipe.encode_prompt(group.request.prompt, None, max_sequence_length=64)
-            pixels = pipe.image_processor.preprocess(
-                pipe.image_processor.resize(image.resize(scaled(image.size), Image.Resampling.LANCZOS), height, width)
-            )
-            latents = pipe.vae.encode(pixels).latent_dist.mode()
-            latents = (latents - pipe.vae.config.shift_factor) * pipe.vae.config.scaling_factor
-        packed = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-        ids = torch.cat([grid(8, 8, 0), grid(height // 4, width // 4, 1)])
-        for states, advantage in zip(actions.states, own, strict=True):
-            for step in range(2):
-                before, after, index = states[step].float(), states[step + 1].float(), 1 + step
-                sigma, dt = sigmas[index], sigmas[index] - sigmas[index + 1]
-                velocity = pipe.transformer(
-                    hidden_states=torch.cat([before[None], packed], 1),
-                    timestep=sigma[None],
-                    guidance=torch.tensor([4.0]),
-                    pooled_projections=pooled,
-                    encoder_hidden_states=embeds,
-                    txt_ids=text_ids,
-                    img_ids=ids,
-                    return_dict=False,
-                )[0][0, :tokens]
-                # Flow-GRPO (arXiv:2505.05470), eq. 9.
-                eta = 0.7 * (sigma / (1 - sigma)).sqrt()
-                mean = before - (velocity + eta**2 / (2 * sigma) * (before + (1 - sigma) * velocity)) * dt
-                density = torch.distributions.Normal(mean, eta * dt.sqrt()).log_prob(after).mean()
-                loss = loss - advantage * density / (2 * advantages.numel())
-    loss.backward()
-    return {name: each.grad for name, each in pipe.transformer.named_parameters() if each.grad is not None}
-
-
-def grid(rows: int, columns: int, kind: int) -> Tensor:
-    """Kontext's positions: 0 for the image to make and 1 for its source, then row and column."""
-    places = [(kind, row, column) for row in range(rows) for column in range(columns)]
-    return torch.tensor(places, dtype=torch.float32)
-
-
-def test_the_gradient_of_an_update_is_that_of_a_plain_script(saved_folder: SavedFolder) -> None:
-    folder = saved_folder("flux_kontext")
-    policy = load(folder, settings("flux_kontext"), lora=False)
-    groups = sampled(policy, *edits("flux_kontext", 2))
-    advantages = torch.tensor([[1.0, -0.5], [0.25, -2.0]])
-    expected = plain_script_gradient(folder, groups, advantages)
-    optimizer = PolicyOptimizer(policy.denoising.trainable_parameters(), OptimizerSettings(learning_rate=1e-6))
-    rows, chosen = join_groups(groups, advantages, "denoising"), UpdateSettings(loss="grpo", micro_batch_size=3)
-    update_policy(policy.denoising, optimizer, rows, replace(chosen, max_grad_norm=1e9), seed=0)
-    # The first moment of AdamW after one step is a tenth of the gradient.
-    state = optimizer.state()
-    assert set(expected) >= {"x_embedder.weight"}
-    largest = max(float(each.abs().max()) for each in expected.values())
-    for name, wanted in expected.items():
-        found = 10 * state[f"{name}|exp_avg"]
-        torch.testing.assert_close(found, wanted, atol=1e-5 * largest, rtol=1e-4)
-    # The script would see another source.
-    wrong = [replace(each, request=replace(each.request, sources=(source(96, 64, 9),))) for each in groups]
-    moved = plain_script_gradient(folder, wrong, advantages)
-    assert max(float((moved[name] - each).abs().max()) for name, each in expected.items()) > 1e-3 * largest
 
 
 def test_diffusion_nft_sees_the_source(saved_folder: SavedFolder) -> None:

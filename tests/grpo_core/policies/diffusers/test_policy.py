@@ -1,6 +1,5 @@
 """Pipelines are sampled, scored and trained, and draw what diffusers draws."""
 
-from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -17,10 +16,9 @@ from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import GroupRequest, RolloutGroup
 from grpo_core.seeds import make_generator
 from grpo_core.streams import ImageSize
-from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
-from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.denoising.tiny_pipelines import GUIDANCE
 from tests.grpo_core.policies.diffusers.tiny_classes import EDITS, FAMILIES, SEVERAL, settings
 from tests.grpo_core.policies.diffusers.tiny_pipelines import (
@@ -37,7 +35,6 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import (
 
 # Ernie's pipeline gives its scheduler a tensor of sigmas.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-TINY_SD3 = Path(__file__).parents[4] / "data" / "models" / "tiny-sd3"
 PROMPTS = ("a red dot", "a blue ring next to a much larger green square")
 
 
@@ -157,25 +154,6 @@ def test_latents_of_flux2_are_the_pipeline_s_own(saved_folder: SavedFolder) -> N
     assert abs(pixels(group.outputs[0]) - pixels(almost_ode.outputs[0])).max() <= 1
 
 
-def test_a_prompt_is_not_rewritten_inside_the_pipeline(saved_folder: SavedFolder) -> None:
-    """An unseeded language model would write another prompt for the images than the one that is trained (NFT)."""
-    chosen = settings("ernie_image", sde_window_size=0, num_inference_steps=2)
-
-    def trained(seed: int) -> torch.Tensor:
-        policy = load(saved_folder("ernie_image"), chosen)
-        torch.manual_seed(seed)
-        rewritten: list[Any] = []
-        policy.denoising.pipeline.pe.register_forward_hook(lambda *_: rewritten.append(1))
-        groups = sampled(policy, *(request(each, 2, window_start=chosen.num_inference_steps) for each in PROMPTS))
-        rows = join_groups(groups, torch.tensor([[1.0, -1.0]] * 2), "denoising")
-        optimizer = PolicyOptimizer(policy.denoising.trainable_parameters(), OptimizerSettings(learning_rate=1e-3))
-        update_by_nft(policy.denoising, optimizer, rows, NftSettings(micro_batch_size=2), seed=0)
-        assert rewritten == []
-        return torch.cat([each.detach().flatten() for each in policy.denoising.trainable_parameters().values()])
-
-    assert torch.equal(trained(1), trained(2))
-
-
 def test_pairs_of_prompts_are_drawn_as_diffusers_draws_them(saved_folder: SavedFolder) -> None:
     """Prompts that fill a multiple of 8 ids have no mask; diffusers pads those of a list to one length."""
     name = "nucleus_moe"
@@ -208,30 +186,3 @@ def test_a_size_that_the_pipeline_rounds_is_refused(shared_policy: SharedPolicy)
         policy.sample_with(settings("flux", height=34, width=34))
     for refused in (sampling.value, choosing.value):
         assert (refused.place, refused.value) == ("rollout.width and height", "34x34")
-
-
-def test_the_shipped_model_learns_to_draw_brighter() -> None:
-    chosen = settings(
-        height=64, width=64, num_inference_steps=6, guidance_scale=1.0, max_sequence_length=14, noise_level=0.7
-    )
-    policy = load(TINY_SD3, chosen, disturbed=False)
-    optimizer = PolicyOptimizer(policy.denoising.trainable_parameters(), OptimizerSettings(learning_rate=2e-3))
-
-    def brightness(group: RolloutGroup) -> torch.Tensor:
-        return torch.tensor([[pixels(image).mean() / 255 for image in group.outputs]], dtype=torch.float32)
-
-    heldout = request("a red circle", 8, window_start=None, seed=1000)
-    before = brightness(sampled(policy, heldout)[0]).mean()
-    for step in range(4):
-        policy.denoising.prepare_for_sampling()
-        (group,) = sampled(policy, request("a red circle", 8, window_start=step % 3, seed=100 * step))
-        stored = group.streams["denoising"].rollout_logprobs
-        torch.testing.assert_close(scored(policy, group), stored, atol=1e-6, rtol=0)
-        rewards = brightness(group)
-        advantages = (rewards - rewards.mean()) / rewards.std()
-        rows = join_groups([group], advantages, "denoising")
-        update_policy(
-            policy.denoising, optimizer, rows, UpdateSettings(loss="grpo", clip_range=1e-4, micro_batch_size=8), seed=0
-        )
-    policy.denoising.prepare_for_sampling()
-    assert brightness(sampled(policy, heldout)[0]).mean() > before + 0.02

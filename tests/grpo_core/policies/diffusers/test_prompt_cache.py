@@ -77,16 +77,6 @@ def test_other_settings_are_other_results(saved_folder: SavedFolder) -> None:
     assert not pipeline.encode_prompt(prompt=["ring"], max_sequence_length=8)[0].equal(short)
 
 
-def test_several_prompts_have_the_embeddings_of_each_alone(saved_folder: SavedFolder) -> None:
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder("flux")))
-    cache = PromptCache(pipeline)
-    assert cache.pads_to_one_length
-    together = pipeline.encode_prompt(prompt=["dot", "ring", "dot"])
-    for row, prompt in enumerate(["dot", "ring", "dot"]):
-        for both, alone in zip(together[:2], pipeline.encode_prompt(prompt=[prompt])[:2], strict=True):
-            assert torch.equal(both[row], alone[0])
-
-
 def test_only_prompts_of_the_user_are_warned_of(saved_folder: SavedFolder) -> None:
     pipeline = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder("sd3")))
     warned: list[str] = []

@@ -17,7 +17,7 @@ from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.seeds import make_generator
 from tests.grpo_core.policies.diffusers.tiny_builders import flux
 from tests.grpo_core.policies.diffusers.tiny_classes import CLASSES, MAKE, NEED_SOURCES, reduced_sources, settings
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load, pixels, request, source, without
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, pixels, request, source, without
 
 pytestmark = [
     # Ernie's pipeline gives its scheduler a tensor of sigmas.
@@ -129,21 +129,3 @@ def test_parts_that_only_some_calls_read_are_loaded(tmp_path: Path) -> None:
 
 
 # --- 16 bits
-
-PRECISIONS: dict[str, dict[str, Any]] = {"weights": {"dtype": torch.bfloat16}, "autocast": {"autocast": torch.bfloat16}}
-
-
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", chosen("cogview4", "sd3"))
-def test_steps_in_16_bits_are_scored_as_they_were_sampled(saved_folder: SavedFolder, name: str, precision: str) -> None:
-    """From the first latents on, and from a step in the middle."""
-    policy = load(saved_folder(name), settings(name), **PRECISIONS[precision])
-    assert policy.denoising.saved.class_name == CLASSES[name]
-    sources = (source(),) if name in NEED_SOURCES else ()
-    with reduced_sources(CLASSES[name]):
-        for window_start in (0, 2):
-            (group,) = policy.sample([request(samples=2, window_start=window_start, sources=sources)])
-            steps = group.streams["denoising"]
-            scored = policy.denoising.logprobs(steps.actions).logprobs.detach()
-            torch.testing.assert_close(scored, steps.rollout_logprobs, atol=1e-6, rtol=0)

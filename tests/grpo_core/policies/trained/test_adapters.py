@@ -1,4 +1,4 @@
-"""What an update changed goes to disk and back to the bit, and peft reads it as it is."""
+"""Adapters go to disk and back to the bit, peft reads them as they are, and merged ones compute the same."""
 
 import json
 from dataclasses import replace
@@ -124,3 +124,60 @@ def test_weights_of_another_model_are_refused_whole(lora: LoraSettings | None, d
 
 def test_a_folder_without_full_weights_is_refused(tmp_path: Path) -> None:
     refused(trained(None), tmp_path, "policy")
+
+
+EVERY_LINEAR = r".*(proj|lm_head)"
+
+
+def adapted(
+    targets: str, *, tied: bool = False, use_dora: bool = False, dtype: torch.dtype = torch.float64
+) -> TrainedModel:
+    choice = TrainingChoice(LoraSettings(4, 8.0, targets, use_dora=use_dora))
+    trained = train_model(tiny_llama(tied=tied).to(dtype), choice, base_name="tiny")
+    trained.model.to(dtype)
+    disturb(trained.trainable_parameters())
+    return trained
+
+
+def multiplied(trained: TrainedModel) -> int:
+    """Number of matrix products of weights in a forward pass."""
+    counted = []
+    linear = [each for each in trained.model.modules() if type(each) is torch.nn.Linear]
+    hooks = [each.register_forward_hook(lambda *_: counted.append(1)) for each in linear]
+    logprobs(trained.model)
+    for hook in hooks:
+        hook.remove()
+    return len(counted)
+
+
+@pytest.mark.parametrize(
+    ("targets", "options", "merged_products"),
+    [
+        (EVERY_LINEAR, {}, 15),
+        (EVERY_LINEAR, {"use_dora": True}, 75),
+        (EVERY_LINEAR, {"tied": True}, 17),
+        (EVERY_LINEAR, {"dtype": torch.bfloat16}, 45),
+    ],
+    ids=["all", "DoRA: none", "a tied head is left out", "16 bits: none"],
+)
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_merged_adapters_compute_the_same_with_fewer_products(
+    targets: str, options: dict[str, object], merged_products: int
+) -> None:
+    trained = adapted(targets, **options)  # type: ignore[arg-type]
+    before = {name: value.clone() for name, value in trained.model.state_dict().items()}
+    expected = logprobs(trained.model)
+    with trained.merged():
+        assert multiplied(trained) == merged_products
+        torch.testing.assert_close(logprobs(trained.model), expected, rtol=0, atol=1e-12)
+    assert all(torch.equal(value, before[name]) for name, value in trained.model.state_dict().items())
+    assert torch.equal(logprobs(trained.model), expected)
+
+
+def test_weights_come_back_when_sampling_fails() -> None:
+    trained = adapted(EVERY_LINEAR)
+    expected = logprobs(trained.model)
+    with pytest.raises(KeyboardInterrupt), trained.merged():
+        raise KeyboardInterrupt
+    assert torch.equal(logprobs(trained.model), expected)

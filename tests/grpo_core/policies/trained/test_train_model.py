@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+from diffusers import SD3Transformer2DModel
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -15,7 +15,6 @@ from grpo_core.policies.trained.component import refuse_unscaled_float16
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.policies.trained.whole import save_whole
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.settings import OptimizerSettings
 from tasks.models.initial import weights_digest
@@ -69,14 +68,6 @@ def test_what_is_no_pattern_is_refused_before_a_model_is_loaded(lora: LoraSettin
 # --- adapters
 
 
-def test_open_targets_are_the_policy_s_own() -> None:
-    """Query and value projections of two layers, or all seven linear layers of each."""
-    named = train_model(tiny_llama(), TrainingChoice(LORA), base_name="tiny", default_targets="all-linear")
-    default = TrainingChoice(LoraSettings(2, 4.0))
-    every = train_model(tiny_llama(), default, base_name="tiny", default_targets="all-linear")
-    assert (len(named.trainable_parameters()), len(every.trainable_parameters())) == (2 * 2 * 2, 2 * 7 * 2)
-
-
 def test_adapters_come_from_their_seed() -> None:
     first, again, other = (
         train_model(tiny_llama(), TrainingChoice(LORA, seed=seed), base_name="tiny").trainable_parameters()
@@ -84,12 +75,6 @@ def test_adapters_come_from_their_seed() -> None:
     )
     assert same(values_of(first), values_of(again))
     assert not same(values_of(first), values_of(other))
-
-
-def test_targets_that_match_nothing_are_refused() -> None:
-    with pytest.raises(InputError) as refused:
-        train_model(tiny_llama(), TrainingChoice(LoraSettings(2, 4.0, "no_such_layer")), base_name="tiny")
-    assert (refused.value.place, refused.value.value) == ("policy.lora.targets", "no_such_layer")
 
 
 # --- full weights, tied and not
@@ -206,14 +191,3 @@ def test_weights_in_shards_are_read_and_counted(tmp_path: Path) -> None:
     content[-1] ^= 1
     shards[1].write_bytes(bytes(content))
     assert weights_digest(tmp_path) != before
-
-
-def test_the_whole_model_is_loaded_by_diffusers(tmp_path: Path) -> None:
-    """One with adapters in test_whole."""
-    model = trained(name="flux")
-    disturb(model.trainable_parameters())
-    (tmp_path / "stored").mkdir()
-    model.save(tmp_path / "stored")
-    save_whole(tmp_path / "stored", tmp_path / "whole", lambda: MAKE["flux"]()[0].transformer)
-    loaded = FluxTransformer2DModel.from_pretrained(tmp_path / "whole")
-    assert same(all_weights(loaded), all_weights(model.model))

@@ -1,17 +1,29 @@
-"""Gradients of a vision-language model: those of a plain script, with its features computed once or once a pass."""
+"""A vision-language model: gradients of a plain script, features computed once, and other images that the gate sees."""
 
 import copy
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from grpo_core.errors import InputError
+from grpo_core.actions import Sources
+from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.causal_lm.loading import train_language_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.policies.vision_lm.loading import VISION_LM, language_parameters
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
-from tests.grpo_core.policies.vision_lm.tiny_families import KINDS, drawn, make_model, make_policy, plain_logprobs
+from grpo_core.records import SampledTokens
+from tests.grpo_core.policies.vision_lm.tiny_families import (
+    KINDS,
+    OTHERS,
+    drawn,
+    make_model,
+    make_policy,
+    plain_logprobs,
+)
 
 LORA = TrainingChoice(LoraSettings(rank=2, alpha=4.0))
 FULL = TrainingChoice(None, freeze_vision=False)
@@ -144,3 +156,42 @@ def test_without_adapters_frozen_vision_keeps_its_weights(kind: str) -> None:
     # The policy was disturbed, its reference was not.
     assert float((reference - again).abs().max()) > 1e-3
     assert float((again - sampled.rollout_logprobs).abs().max()) < 1e-5
+
+
+@cache
+def sampled_by(kind: str) -> tuple[VisionLMPolicy, SampledTokens]:
+    """A policy of a family with what it drew; never changed."""
+    policy = make_policy(kind)
+    return policy, drawn(policy, kind)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma3", "llava_onevision"])
+def test_the_gate_refuses_another_image_by_the_sample_s_name(kind: str) -> None:
+    policy, sampled = sampled_by(kind)
+    actions = sampled.actions
+    rows = range(0, len(actions), 3)
+    given = [actions.sources[row] for row in rows] if actions.sources else []
+    other = OTHERS[: len(given)]
+    swapped = (given[0], tuple(reversed(given[1])), *given[2:])
+    cases = {"another image": (other[0], *given[1:]), "a swapped pair": swapped}
+    for name, sources in cases.items():
+        changed: Sources = tuple(each for each in sources for _ in range(3))
+        with torch.no_grad():
+            wrong = policy.logprobs(replace(actions, sources=changed)).logprobs
+        names = [f"{row // 3}-{row % 3}" for row in range(len(actions))]
+        report = measure_parity(names, sampled.rollout_logprobs, wrong, actions.loss_mask)
+        at = "0" if name == "another image" else "1"
+        assert {each[0] for each in report.worst_samples} == {at}, name
+        with pytest.raises(ParityError, match=f"worst samples: {at}-"):
+            require_parity(report, ParityTolerance())
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"])
+def test_a_stored_placeholder_is_refused(kind: str) -> None:
+    policy, sampled = sampled_by(kind)
+    placeholder = policy.placeholders.ids[0]
+    forged = replace(sampled.actions, token_ids=torch.full_like(sampled.actions.token_ids, placeholder))
+    with torch.no_grad():
+        found = policy.logprobs(forged).logprobs
+    with pytest.raises(NonFiniteError):
+        measure_parity(list("abcdefghijkl"), sampled.rollout_logprobs, found, forged.loss_mask)
