@@ -95,7 +95,7 @@ def test_a_row_is_scored_as_alone(drawn: Drawn, kind: str) -> None:
         torch.testing.assert_close(alone.entropy[0], together.entropy[row, :time], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [*CONFIGS, "qwen3_vl", "mistral3", "paligemma", "wide codes"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "bloom", "qwen3_vl", "mistral3", "paligemma", "wide codes"])
 def test_a_sample_depends_on_its_prompt_its_images_and_its_seed_alone(drawn: Drawn, kind: str) -> None:
     sampler, together = drawn(kind, "whole distribution")
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def test_ids_that_cannot_be_sampled_are_never_drawn_and_have_no_mass(
 @pytest.mark.parametrize(
     ("kind", "place"),
     [
-        *((kind, place) for kind in CONFIGS for place in (0, 1)),
+        *((kind, 1) for kind in CONFIGS),
         *((kind, 2) for kind in ("qwen2_5_vl", "llava_onevision", "idefics3")),
         ("wide codes", 1),
         ("tall codes", 2),

@@ -1,15 +1,11 @@
-"""Small language models of several architectures, made in code, with logits that depend on what is read.
+"""Small language models of every type, made in code, with logits that depend on what is read."""
 
-`python -m tests.grpo_core.policies.causal_lm.model_types` writes the table and its section of docs/models.md.
-"""
-
-import json
+import math
+import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -22,16 +18,12 @@ from transformers import (
     Qwen2Config,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from data.recipes.text import build_tokenizer
-from grpo_core.errors import InputError
-from grpo_core.policies.causal_lm.loading import matrices_without_adapter, train_language_model
-from grpo_core.policies.causal_lm.model_types import REFUSED, TRIED, refuse_known
+from grpo_core.policies.causal_lm.loading import train_language_model
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from tests.grpo_core.policies.causal_lm.small_configs import small_values
+from grpo_core.policies.trained.settings import TrainingChoice
 from tests.grpo_core.policies.trained.tiny_models import disturb
 
 # Wider than the tokenizer, as heads padded to a round number are.
@@ -90,11 +82,6 @@ def change_inputs(model: Any, change: Callable[[dict[str, Any]], object]) -> Non
     model.base_model.register_forward_pre_hook(before, with_kwargs=True)
 
 
-TABLE = Path(__file__).with_suffix(".json")
-PAGE = Path(__file__).parents[4] / "docs" / "models.md"
-TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-BEGIN, END = "<!-- types: begin -->", "<!-- types: end -->"
-
 # What the defaults of transformers lack, and layers of each kind that published hybrids have.
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [3, 7], "num_hidden_layers": 8},
@@ -151,49 +138,75 @@ def small_policy(model: Any, choice: TrainingChoice, **settings: Any) -> CausalL
     return CausalLMPolicy(trained, make_tokenizer(), CausalLMSettings(**settings))
 
 
-def section() -> str:
-    """The lists of docs/models.md."""
-    refused = [name for name in TYPES if _is_refused(name)]
-    others = [each for each in TYPES if each not in TRIED and each not in refused]
-    return f"""{BEGIN}
-Tried with random weights ({len(TRIED)} types of transformers {transformers.__version__}):
+# --- configurations with narrow layers
 
-{", ".join(sorted(TRIED))}
+IDS = 288
+"""The models read ids [0, IDS); those that have a meaning, such as the id of an image, are the last."""
 
-Refused ({len(refused)}): {", ".join(sorted(refused))}
+_WINDOW = 4
+_EXPERTS = 8
+_STANDARD_DEVIATION = 0.04
 
-Not tried ({len(others)}): {", ".join(sorted(others))}
-{END}"""
-
-
-def _is_refused(model_type: str) -> bool:
-    if model_type in REFUSED:
-        return True
-    try:
-        for config in configurations(model_type)[:1]:
-            refuse_known("", config)
-    except InputError:
-        return True
-    return False
-
-
-def left_out(model_type: str) -> list[str]:
-    """The matrices that adapters on all linear layers leave out."""
-    model = small_model(model_type)
-    train_language_model(model, TrainingChoice(LoraSettings(rank=2, alpha=4.0)), base_name="")
-    return sorted(matrices_without_adapter(model))
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
+_WIDTH = ("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_dim")
+_DIVIDED = re.compile(
+    r"((\w+_)?(hidden_size|hidden_dim|d_model|n_embd|emb_dim|embedding_dim|embedding_size|embed_dim|embed_proj_dim|"
+    r"intermediate_size\w*|ffn_dim|dff|dim_ff|ffn_hidden_size|d_inner|n_inner|d_ff|feed_forward_size|lora_rank|"
+    r"d_ssm|dim_model_base|hidden_size_per_layer_input)|dim|lru_width|"
+    r"(\w+_)?(heads|n_head|n?groups|query_groups)(_per_\w+)?)"
+)
+_VOCABULARY = re.compile(r"(\w+_)?vocab_size\w*|(\w+_)?vocab")
+_SPECIAL_ID = re.compile(r"\w+_(token_id|token_index|token_ids)")
+_TEXT_IDS = {"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"}
+_WINDOWS = ("sliding_window", "sliding_window_size", "window_size", "local_attention")
+_LIMITS: Mapping[str, int] = {
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), _EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k"), 2),
+    **dict.fromkeys(_WINDOWS, _WINDOW),
+    **{"n_group": 2, "num_expert_group": 2, "topk_group": 1},
+}
 
 
-def main() -> None:
-    """Write the table and its section of the page."""
-    transformers.logging.set_verbosity_error()
-    table = {each: found for each in sorted(TRIED) if (found := left_out(each))}
-    lines = ",\n".join(f"{json.dumps(each)}: {json.dumps(found)}" for each, found in table.items())
-    TABLE.write_text(f"{{\n{lines}\n}}\n")
-    text = PAGE.read_text()
-    begin, end = text.index(BEGIN), text.index(END) + len(END)
-    PAGE.write_text(text[:begin] + section() + text[end:])
+def small_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration with narrow layers, and of those inside it, each by its own widths."""
+    divisor = _divisor(values)
+    return {name: _smaller(name, value, divisor) for name, value in values.items()}
 
 
-if __name__ == "__main__":
-    main()
+def _divisor(values: Mapping[str, Any]) -> int:
+    """Return the number that heads and widths are divided by: two heads are left, or few, as wide as they are."""
+    heads = next((values[name] for name in _HEADS if values.get(name)), None)
+    width = next((values[name] for name in _WIDTH if values.get(name)), None)
+    if not isinstance(width, int):
+        return 1
+    if not isinstance(heads, int):
+        return max(1, width // 64)
+    common = math.gcd(heads, width)
+    divisors = [number for number in range(1, common + 1) if common % number == 0]
+    best = max((number for number in divisors if heads // number >= 2), default=1)
+    return best if best > 1 else common
+
+
+def _smaller(name: str, value: Any, divisor: int) -> Any:
+    if isinstance(value, bool) or value is None:
+        return value
+    if isinstance(value, dict) and name.endswith("_config"):
+        return small_values(value)
+    if isinstance(value, float) and name in {"initializer_range", "init_std"}:
+        # As large as keeps activations of these widths, so that logits depend on what is read.
+        return _STANDARD_DEVIATION
+    if isinstance(value, list) and value and all(type(each) is int for each in value):
+        return [_smaller(name, each, divisor) for each in value]
+    if not isinstance(value, int):
+        return value
+    if _VOCABULARY.fullmatch(name):
+        return min(value, IDS)
+    if _SPECIAL_ID.fullmatch(name):
+        return min(value, IDS - 1) if name in _TEXT_IDS else IDS - 1
+    if name in _LIMITS:
+        return min(value, _LIMITS[name])
+    if _DIVIDED.fullmatch(name):
+        divided = max(1, value // divisor)
+        # Kernels want rows of whole 16 bytes.
+        return divided if divided < 8 or name.endswith("heads") else divided // 8 * 8
+    return value

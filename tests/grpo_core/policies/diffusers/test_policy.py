@@ -73,11 +73,11 @@ def gain(policy: DiffusersPolicy, groups: list[RolloutGroup]) -> torch.Tensor:
     return scored(policy, groups[-1]) - before
 
 
-# Lumina pads to multiples of 8 ids; every class that is tried has the trial of tests/grpo_core/policies/test_trial.
-@pytest.mark.parametrize("name", [*FAMILIES, "lumina", "bria", "ernie_image"])
+# Every class that is tried has the trial of tests/grpo_core/policies/test_trial.
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_class_is_sampled_scored_and_trained(saved_folder: SavedFolder, name: str) -> None:
     policy = load(saved_folder(name), settings(name))
-    for window_start in (2, 1, 0):
+    for window_start in (2, 0):
         groups = sampled(policy, *(request(prompt, 2, window_start=window_start) for prompt in PROMPTS))
         for group in groups:
             assert {pixels(image).shape for image in group.outputs} == {(*policy.settings.size, 3)}

@@ -20,7 +20,14 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, Share
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 
-@pytest.mark.parametrize("name", [name for name in MAKE if name not in NEED_SOURCES])
+# Those that encode a list at one length, each prompt at its own, without a mask, and in multiples of 8 ids.
+QUICK = ("sd3", "flux", "qwen_image", "z_image", "lumina", "nucleus_moe")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MAKE if name not in NEED_SOURCES],
+)
 @torch.no_grad()
 def test_rows_of_a_prompt_are_encoded_as_by_the_pipeline(name: str) -> None:
     """Also where it returns no mask for prompts that fill a multiple of 8 ids, whichever comes first."""

@@ -239,10 +239,8 @@ def test_other_sources_are_seen_in_their_rows_alone(collected: tuple[GlmImagePol
     policy, groups = collected
     (tokens, by_tokens), (steps, by_steps) = tokens_of(groups[:4]), steps_of(groups[:4])
     own = tokens.sources or ()
-    another, exchanged = (
-        [(SQUARE,), (OTHER,), (OTHER,), (OTHER, SQUARE)],
-        [(SQUARE,), (WIDE,), (OTHER,), (SQUARE, OTHER)],
-    )
+    another = [(SQUARE,), (OTHER,), (OTHER,), (OTHER, SQUARE)]
+    exchanged = [(SQUARE,), (WIDE,), (OTHER,), (SQUARE, OTHER)]
     for wrong in (another, exchanged, None):
         sources = None if wrong is None else tuple(each for each in wrong for _ in range(3))
         off = torch.tensor([given != right for given, right in zip(sources or [None] * 12, own, strict=True)])

@@ -83,23 +83,21 @@ def remove(path: Path) -> None:
 
 
 def test_a_folder_without_weights_gives_the_networks_of_its_pipeline(
-    tiny_pipeline: GlmImagePipeline, tiny_folder: Path, tmp_path: Path
+    shipped_pipeline: GlmImagePipeline, tmp_path: Path
 ) -> None:
     bare = tmp_path / "bare"
-    shutil.copytree(tiny_folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(MODEL, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     for part in PARTS:
-        expected = {name: value.shape for name, value in getattr(tiny_pipeline, part).named_parameters()}
+        expected = {name: value.shape for name, value in getattr(shipped_pipeline, part).named_parameters()}
         built = FAMILY.build_on_meta(str(bare), part).named_parameters()
         assert {name: value.shape for name, value in built} == expected
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
-def test_a_configuration_that_cannot_be_read_is_refused(
-    tiny_folder: Path, tmp_path: Path, part: str, damage: str
-) -> None:
+def test_a_configuration_that_cannot_be_read_is_refused(tmp_path: Path, part: str, damage: str) -> None:
     broken = tmp_path / "broken"
-    shutil.copytree(tiny_folder, broken, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(MODEL, broken, ignore=shutil.ignore_patterns("*.safetensors"))
     remove(broken / part) if damage == "missing" else (broken / part / "config.json").write_text("{ not json")
     with pytest.raises(InputError) as refused:
         FAMILY.build_on_meta(str(broken), part)

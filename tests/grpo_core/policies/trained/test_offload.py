@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.diffusers.tiny_classes import reduced_sources, settings
-from tests.grpo_core.policies.diffusers.tiny_pipelines import request, save, source
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, request, source
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tiny_policies import MODEL, PROMPTS
 
@@ -170,10 +169,9 @@ def test_both_halves_of_glm_image_are_moved_once_a_stage() -> None:
     ],
 )
 def test_prompts_of_a_pipeline_are_encoded_before_its_transformer_is_there(
-    name: str, autocast: torch.dtype | None, tmp_path: Path
+    saved_folder: SavedFolder, name: str, autocast: torch.dtype | None
 ) -> None:
     editing = name not in ("sd3", "flux")
-    folder = save(name, tmp_path / "pipeline")
     few = {"decode_batch_size": 2, "num_inference_steps": 3, "sde_window_range": (0, 3)}
     chosen = settings(name) if editing else settings(name, **few)
     images = (source(),) if editing else ()
@@ -185,7 +183,7 @@ def test_prompts_of_a_pipeline_are_encoded_before_its_transformer_is_there(
     found = {}
     with reduced_sources("QwenImageEditPipeline"):
         for offload in (False, True):
-            policy = DiffusersPolicy.load(str(folder), chosen, choices, offload=offload, autocast=autocast)
+            policy = DiffusersPolicy.load(str(saved_folder(name)), chosen, choices, offload=offload, autocast=autocast)
             found[offload] = result(policy, requests, updates)
     require_equal(found[False], found[True])
     encoders = [each for each in policy.denoising.saved.parts if each.startswith("text_encoder")]

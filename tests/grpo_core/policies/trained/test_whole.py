@@ -39,7 +39,6 @@ CHOICES: Mapping[str, LoraSettings] = {
     "dora": replace(LORA, targets=HEAD, use_dora=True, use_rslora=True),
     "whole head": replace(LORA, targets=BLOCKS, modules_to_save=("lm_head",)),
 }
-TIED = ("qwen2", "gpt2", "gemma2", "bloom")
 
 
 def merged(trained: TrainedModel, folder: Path, load_base: Callable[[], Any]) -> Path:
@@ -65,7 +64,7 @@ def logprobs(model: nn.Module) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("kind", [*TIED, "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2", "llama"])
 @pytest.mark.parametrize("where", CHOICES)
 def test_a_merged_language_model_is_the_base_with_its_adapter(kind: str, where: str, tmp_path: Path) -> None:
     base = logprobs(make_model(kind))
@@ -91,7 +90,7 @@ def test_a_tied_weight_is_not_moved_into_an_adapter(init: Any, where: str) -> No
     train_language_model(make_model("llama"), choice, base_name="")
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3", "paligemma", "idefics3"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "gemma3"])
 @pytest.mark.parametrize("targets", [r"(.*\.)?lm_head", r".*\.embed_tokens", r".*(patch_embed\.proj|patch_embedding)"])
 @torch.no_grad()
 def test_a_merged_vision_model_is_the_base_with_its_adapter(kind: str, targets: str, tmp_path: Path) -> None:
