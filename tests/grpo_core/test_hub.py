@@ -46,23 +46,6 @@ def shards(start: str, count: int) -> str:
 
 CLIP = "{0}/merges.txt {0}/special_tokens_map.json {0}/tokenizer_config.json {0}/vocab.json"
 T5 = "{0}/special_tokens_map.json {0}/spiece.model {0}/tokenizer.json {0}/tokenizer_config.json"
-FLUX = Listing(
-    f"model_index.json scheduler/scheduler_config.json text_encoder/config.json text_encoder/model.safetensors "
-    f"text_encoder_2/config.json {shards('text_encoder_2/model', 2)} {CLIP.format('tokenizer')} "
-    f"{T5.format('tokenizer_2')} transformer/config.json {shards('transformer/diffusion_pytorch_model', 3)} "
-    f"vae/config.json vae/diffusion_pytorch_model.safetensors",
-    ".gitattributes LICENSE.md README.md ae.safetensors dev_grid.jpg flux1-dev.safetensors",
-    {
-        "_class_name": "FluxPipeline",
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "text_encoder_2": ["transformers", "T5EncoderModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "tokenizer_2": ["transformers", "T5TokenizerFast"],
-        "transformer": ["diffusers", "FluxTransformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    },
-)
 SD35 = Listing(
     f"model_index.json scheduler/scheduler_config.json text_encoder/config.json text_encoder/model.safetensors "
     f"text_encoder_2/config.json text_encoder_2/model.safetensors text_encoder_3/config.json "
@@ -106,10 +89,6 @@ GLM_IMAGE = Listing(
     },
 )
 TOKENIZER = "tokenizer.json tokenizer_config.json"
-QWEN = Listing(
-    f"config.json generation_config.json merges.txt {shards('model', 4)} {TOKENIZER} vocab.json",
-    ".gitattributes LICENSE README.md",
-)
 LLAMA = Listing(
     f"config.json generation_config.json {shards('model', 4)} special_tokens_map.json {TOKENIZER}",
     ".gitattributes LICENSE README.md USE_POLICY.md original/consolidated.00.pth original/params.json "
@@ -129,8 +108,8 @@ PICKLED = Listing(
     "tokenizer.model",
     "README.md tf_model.h5 training_args.bin",
 )
-PIPELINES = {"flux": FLUX, "sd35": SD35, "glm-image": GLM_IMAGE}
-MODELS = {"qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL, "gpt2": GPT2, "pickled": PICKLED}
+PIPELINES = {"sd35": SD35, "glm-image": GLM_IMAGE}
+MODELS = {"llama": LLAMA, "mistral": MISTRAL, "gpt2": GPT2, "pickled": PICKLED}
 LISTINGS = {**PIPELINES, **MODELS}
 
 
@@ -194,9 +173,9 @@ def test_the_command_takes_the_same_weights(name: str) -> None:
 
 
 def test_what_describes_a_model_is_there_before_its_weights(hub: Stub) -> None:
-    hub.respond = partial(as_a_gated_repository, QWEN.files)
+    hub.respond = partial(as_a_gated_repository, LLAMA.files)
     folder = plan_download("someone/model").run(weights=False)
-    assert files_below(folder) == sorted(name for name in QWEN.loaded.split() if not name.endswith(WEIGHTS))
+    assert files_below(folder) == sorted(name for name in LLAMA.loaded.split() if not name.endswith(WEIGHTS))
     assert cached_folder("someone/model") is None
 
 
@@ -248,6 +227,6 @@ def test_each_failure_says_what_to_do(
 
 
 def test_a_gated_repository_is_refused_before_the_download(hub: Stub) -> None:
-    hub.respond = partial(as_a_gated_repository, FLUX.files, consent=False)
+    hub.respond = partial(as_a_gated_repository, SD35.files, consent=False)
     with pytest.raises(InputError, match="consent"), one_message("policy.model", "someone/model", "someone/model"):
         plan_download("someone/model")

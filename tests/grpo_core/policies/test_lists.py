@@ -27,8 +27,12 @@ def test_a_family_is_what_the_table_says(kind: str) -> None:
     assert {**found, "difference": 0, "other_image": 0} == {**expected, "difference": 0, "other_image": 0}
 
 
-# One of each list, and one for each reason that is not read off the arguments.
-QUICK = ("FluxPipeline", "PRXPipeline", "PixArtSigmaPipeline", "OmniGenPipeline", "StableDiffusionXLPipeline")
+# One of each list, and one for each reason.
+QUICK = (
+    *("FluxPipeline", "PRXPipeline", "PixArtSigmaPipeline", "OmniGenPipeline", "StableDiffusionXLPipeline"),
+    *("FluxImg2ImgPipeline", "FluxFillPipeline", "WanPipeline", "GlmImagePipeline", "HunyuanImagePipeline"),
+    *("Kandinsky5T2IPipeline", "StableAudio3Pipeline"),
+)
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -2,12 +2,11 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import BertConfig, LlamaConfig, LlamaModel, T5Config
+from transformers import LlamaConfig, LlamaModel
 
 from grpo_core.errors import InputError
 from grpo_core.messages import read_messages
@@ -38,31 +37,6 @@ def refused(model: Path | str, settings: CausalLMSettings = SETTINGS) -> InputEr
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(TEXT_MODEL, tmp_path / "model"))
-
-
-def write_config(content: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "config.json").write_text(content)
-
-
-# What is done to the folder of the tiny model, and what the hint names.
-UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json"),
-    "no JSON": (write_config("{"), "configuration"),
-    "nothing in it": (write_config("{}"), "configuration"),
-    "an unknown type": (write_config('{"model_type": "unheard of"}'), "configuration"),
-    "a value of another type": (write_config('{"model_type": "llama", "vocab_size": "a"}'), "configuration"),
-    "an encoder": (BertConfig(architectures=["BertModel"]).save_pretrained, "BertModel"),
-    "an encoder and a decoder": (T5Config().save_pretrained, "t5"),
-    "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "tokenizer"),
-}
-
-
-@pytest.mark.parametrize("case", UNUSABLE)
-def test_what_is_no_usable_model_is_refused(folder: Path, case: str) -> None:
-    change, named = UNUSABLE[case]
-    change(folder)
-    error = refused(folder)
-    assert (error.place, error.value, named in error.hint) == ("policy.model", str(folder), True)
 
 
 def test_a_model_without_its_head(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines that edit images are sampled, scored and trained with the source images of their prompts."""
+"""Pipelines that edit images are sampled and scored with the source images of their prompts."""
 
 import shutil
 from dataclasses import replace
@@ -18,22 +18,17 @@ from grpo_core.policies.diffusers.source_images import SOURCES
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import RolloutGroup
 from grpo_core.streams import ImageSize
-from grpo_core.update.nft_update import update_by_nft
-from grpo_core.update.optimizer import PolicyOptimizer
-from grpo_core.update.settings import NftSettings, OptimizerSettings
 from tests.grpo_core.policies.diffusers.tiny_classes import EDITS, NEED_SOURCES, SEVERAL, settings
 from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     EDIT_PROMPTS,
     SavedFolder,
     SharedPolicy,
     edits,
-    load,
     picture,
     request,
     sampled,
     source,
 )
-from tests.grpo_core.policies.trained.tiny_models import values_of
 
 pytestmark = pytest.mark.usefixtures("small_sources")
 
@@ -78,25 +73,6 @@ def test_stored_log_probs_are_found_again_with_the_source_and_not_with_another(
         assert (moved[3:].abs().amax(1) > 0).all()
 
 
-def test_text_encoders_run_once_for_a_prompt_and_its_images(saved_folder: SavedFolder) -> None:
-    """Embeddings depend on the image by its content: a sibling shares them, another image does not."""
-    policy = load(saved_folder("qwen_image_edit"), settings("qwen_image_edit", decode_batch_size=2, guidance_scale=1.0))
-    runs: list[Tensor] = []
-    encoder = policy.denoising.pipeline.text_encoder
-    encoder.register_forward_hook(lambda module, given, found: runs.append(found.hidden_states[-1]))
-    first = request(EDIT_PROMPTS[0], 3, sources=(source(),))
-    (group,) = sampled(policy, first)
-    policy.denoising.logprobs(steps_of([group])[0])
-    once = len(runs)
-    # Once for the embeddings, and once for which of their dimensions belong to rows.
-    assert once == 2
-    sampled(policy, replace(first, sources=(source(),)))
-    assert len(runs) == once
-    sampled(policy, replace(first, sources=(source(seed=1),)))
-    assert len(runs) == once + 1
-    assert not torch.equal(runs[0], runs[-1])
-
-
 def test_marks_of_images_are_not_part_of_the_text(shared_policy: SharedPolicy) -> None:
     policy = shared_policy("flux_kontext")
     plain, marked = (request(text, 1, sources=(source(),)) for text in ("make it red", "<image> make it red"))
@@ -105,29 +81,6 @@ def test_marks_of_images_are_not_part_of_the_text(shared_policy: SharedPolicy) -
 
 
 # --- gradients
-
-
-def test_diffusion_nft_sees_the_source(saved_folder: SavedFolder) -> None:
-    chosen = settings("flux2_klein", sde_window_size=0)
-    policy = load(saved_folder("flux2_klein"), chosen)
-    (group,) = sampled(policy, request(samples=2, sources=(source(),), window_start=chosen.num_inference_steps))
-    rows = join_groups([group], torch.tensor([[1.0, -1.0]]), "denoising")
-    assert isinstance(rows.actions, DenoisingBatch)
-    actions, parameters = rows.actions, policy.denoising.trainable_parameters()
-    before = values_of(parameters)
-
-    def trained(sources: tuple[SourceImage, ...]) -> Tensor:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(before[name])
-        given = replace(rows, actions=replace(actions, sources=(sources,) * 2))
-        optimizer = PolicyOptimizer(parameters, OptimizerSettings(learning_rate=1e-3))
-        update_by_nft(policy.denoising, optimizer, given, NftSettings(micro_batch_size=2), seed=0)
-        return torch.cat([each.detach().flatten() for each in parameters.values()])
-
-    first = trained((source(),))
-    assert torch.equal(first, trained((source(),)))
-    assert not torch.equal(first, trained((source(seed=1),)))
 
 
 # --- bad input

@@ -25,7 +25,6 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     SavedFolder,
     SharedPolicy,
     edits,
-    filling,
     load,
     pixels,
     request,
@@ -152,23 +151,6 @@ def test_latents_of_flux2_are_the_pipeline_s_own(saved_folder: SavedFolder) -> N
     (almost_ode,) = sampled(policy, request(samples=1, window_start=0))
     assert pixels(group.outputs[0]).shape == (32, 16, 3)
     assert abs(pixels(group.outputs[0]) - pixels(almost_ode.outputs[0])).max() <= 1
-
-
-def test_pairs_of_prompts_are_drawn_as_diffusers_draws_them(saved_folder: SavedFolder) -> None:
-    """Prompts that fill a multiple of 8 ids have no mask; diffusers pads those of a list to one length."""
-    name = "nucleus_moe"
-    policy = load(saved_folder(name), settings(name), disturbed=False)
-    prompts = ["x" * (filling(policy.denoising.pipeline) + each) for each in (0, 1)]
-    for group in sampled(policy, *(request(each, 2, window_start=1) for each in prompts)):
-        stored = group.streams["denoising"].rollout_logprobs
-        torch.testing.assert_close(scored(policy, group), stored, atol=1e-6, rtol=0)
-    groups = sampled(policy, *(request(each, 1, window_start=None) for each in prompts))
-    own = diffusers.DiffusionPipeline.from_pretrained(str(saved_folder(name)))
-    own.set_progress_bar_config(disable=True)
-    size = {"height": 32, "width": 32, "num_inference_steps": 5, "guidance_scale": 4.0}
-    expected = own(prompts, **size, generator=[make_generator(0) for _ in prompts]).images
-    for group, other in zip(groups, expected, strict=True):
-        assert abs(pixels(group.outputs[0]) - pixels(other)).max() <= 1
 
 
 def test_the_size_of_a_request_counts(shared_policy: SharedPolicy) -> None:

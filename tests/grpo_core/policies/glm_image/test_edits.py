@@ -38,7 +38,6 @@ from tests.tiny_policies import EDIT_MODEL, MODEL
 # At 128 x 64 pixels the decoder's timesteps and sigmas differ.
 SETTINGS = GlmImageSettings(height=64, width=128, num_inference_steps=4, guidance_scale=1.5, sde_window_size=2)
 FULL, ADAPTERS = TrainingChoice(lora=None), TrainingChoice(LoraSettings(rank=4, alpha=8.0))
-CODES = 73
 
 
 def source(edit: Edit, size: tuple[int, int] = (64, 64)) -> SourceImage:
@@ -147,31 +146,6 @@ def test_ids_and_positions_are_those_of_the_processor_and_the_model(
     assert torch.equal(encoded.attention_mask, attended)
     assert torch.equal(encoded.position_ids, expected * attended)
     assert torch.equal(encoded.positions(decoded.shape[-1]), decoded)
-
-
-@torch.no_grad()
-def test_log_probs_are_those_of_the_models_own_prefill_and_decode(
-    collected: tuple[GlmImagePolicy, list[RolloutGroup]],
-) -> None:
-    """With pixels, token by token, and the positions that the model keeps for itself after its prefill."""
-    policy, groups = collected
-    tokens, logprobs = tokens_of(groups[1:2])
-    inputs = stock_inputs(policy, PROMPTS[1:2])
-    attention = inputs.pop("attention_mask")
-    with policy.tokens._sampling():
-        output = policy.tokens._base(**inputs, attention_mask=attention, use_cache=True)
-        expected = []
-        for token in tokens.token_ids[0]:
-            expected.append(torch.log_softmax(output.logits[0, -1, :CODES], -1)[token])
-            attention = torch.cat([attention, attention.new_ones(1, 1)], 1)
-            output = policy.tokens._base(
-                input_ids=token.reshape(1, 1),
-                attention_mask=attention,
-                past_key_values=output.past_key_values,
-                use_cache=True,
-            )
-    assert len(expected) == 8 * 16
-    torch.testing.assert_close(torch.stack(expected), logprobs[0], rtol=0, atol=1e-4)
 
 
 def test_images_are_those_of_the_pipeline_itself(full: tuple[GlmImagePolicy, list[RolloutGroup]]) -> None:

@@ -2,10 +2,8 @@
 
 import filecmp
 import inspect
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +26,7 @@ from grpo_core.rewards.registry import build_reward
 from tests.tiny_policies import MODEL
 
 MODELS = Path(__file__).parents[4] / "data" / "models"
-SCHEDULER = "scheduler/scheduler_config.json"
 SETTINGS = GlmImageSettings(height=64, width=64, num_inference_steps=4, guidance_scale=1.0)
-
-
-def test_the_tiny_model_passes() -> None:
-    FAMILY.refuse_missing(str(MODELS / "tiny-glm-image"))
-    FAMILY.refuse_unusable(str(MODELS / "tiny-glm-image"), SETTINGS)
 
 
 def test_prompts_without_room_for_an_image_are_refused() -> None:
@@ -53,29 +45,6 @@ def test_another_pipeline_is_of_another_kind() -> None:
     with pytest.raises(InputError, match="StableDiffusion3Pipeline") as refused:
         FAMILY.refuse_missing(str(MODELS / "tiny-sd3"))
     assert refused.value.place == "policy.model"
-
-
-# What is deleted of the tiny model, or changed in a file, and what the hint names.
-UNUSABLE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "noise of its scheduler": (SCHEDULER, {"stochastic_sampling": True}, "stochastic_sampling"),
-    "another scheduler": (SCHEDULER, {"_class_name": "DDIMScheduler"}, "DDIMScheduler"),
-    "no weights of the token model": ("vision_language_encoder/model.safetensors", {}, "vision_language_encoder"),
-    "no weights of the decoder": ("transformer/diffusion_pytorch_model.safetensors", {}, "diffusion_pytorch_model"),
-    "no glyph encoder": ("text_encoder", {}, "text_encoder"),
-}
-
-
-@pytest.mark.parametrize("case", UNUSABLE)
-def test_what_cannot_be_sampled_or_scored_is_named(tmp_path: Path, case: str) -> None:
-    path, values, named = UNUSABLE[case]
-    folder = Path(shutil.copytree(MODELS / "tiny-glm-image", tmp_path / "model"))
-    if values:
-        (folder / path).write_text(json.dumps(json.loads((folder / path).read_text()) | values))
-    else:
-        remove(folder / path)
-    with pytest.raises(InputError, match=named) as refused:
-        FAMILY.refuse_unusable(str(folder), SETTINGS)
-    assert (refused.value.place, refused.value.value) == ("policy.model", str(folder))
 
 
 def remove(path: Path) -> None:

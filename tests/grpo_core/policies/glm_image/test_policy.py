@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from diffusers import GlmImagePipeline
-from torch import Tensor, nn
+from torch import Tensor
 
 from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
@@ -104,28 +104,6 @@ def test_scoring_by_the_reference_leaves_the_gradients_alone(
 
 
 # --- modes
-
-
-@pytest.mark.parametrize(("checkpointing", "lora"), [(True, LORA), (False, None)], ids=["adapters", "full weights"])
-def test_no_dropout_is_on_in_the_update(
-    shipped_pipeline: GlmImagePipeline, checkpointing: bool, lora: LoraSettings | None
-) -> None:
-    """Neither as a module nor inside attention, where it is a number."""
-    policy = build_policy(shipped_pipeline, lora=lora, gradient_checkpointing=checkpointing, disturbed=0.02)
-    policy.tokens._base.model.language_model.norm = nn.Sequential(
-        policy.tokens._base.model.language_model.norm, nn.Dropout(0.5)
-    )
-    for module in policy.tokens._base.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.5
-    sampled = drawn(policy)
-    policy.tokens.prepare_for_update()
-    for _ in range(2):
-        difference = policy.tokens.logprobs(sampled.actions).logprobs - sampled.rollout_logprobs
-        assert float(difference.detach().abs().max()) < 1e-4
-    policy.tokens._base.train()
-    difference = policy.tokens.logprobs(sampled.actions).logprobs - sampled.rollout_logprobs
-    assert float(difference.detach().abs().max()) > 0.1
 
 
 def test_sampling_in_the_update_mode_keeps_its_cache(shipped_pipeline: GlmImagePipeline) -> None:

@@ -161,9 +161,7 @@ def test_both_halves_of_glm_image_are_moved_once_a_stage() -> None:
     ("name", "autocast"),
     [
         ("sd3", None),
-        ("sd3", torch.bfloat16),
-        ("flux", None),
-        pytest.param("flux", torch.bfloat16, marks=pytest.mark.slow),
+        ("flux", torch.bfloat16),
         pytest.param("qwen_image_edit", None, marks=pytest.mark.slow),
         pytest.param("qwen_image_edit", torch.bfloat16, marks=pytest.mark.slow),
     ],

@@ -1,7 +1,6 @@
 """A folder of a vision-language model: what is refused before its weights are opened, trained, stored and exported."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,9 @@ from tests.grpo_core.policies.vision_lm.tiny_families import (
     drawn,
     make_model,
     make_policy,
-    template,
 )
 from tests.tiny_policies import TEXT_MODEL
 
-CPU = torch.device("cpu")
 SETTINGS = VisionLMSettings(max_completion_length=6)
 LORA = {"tokens": TrainingChoice(LoraSettings(rank=4, alpha=8.0))}
 FULL = {"tokens": TrainingChoice(None)}
@@ -64,39 +61,6 @@ def refused(model: Path, settings: VisionLMSettings = SETTINGS) -> InputError:
     with pytest.raises(InputError) as caught:
         FAMILY.refuse_unusable(str(model), settings)
     return caught.value
-
-
-def without_processor(folder: Path) -> None:
-    for path in folder.glob("*processor_config.json"):
-        path.unlink()
-
-
-def with_template(text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "chat_template.jinja").write_text(text)
-
-
-BLIND = (
-    "{% for each in messages %}{{ each['role'] }}:{% for b in each['content'] %}{{ b['text'] }}{% endfor %}{% endfor %}"
-)
-UNUSABLE: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "no processor": (without_processor, "policy.model", "processor"),
-    "a template without images": (with_template(BLIND), "rollout.chat_template", "0 of 1 images"),
-    "a template of texts": (with_template("{{ 'user:' + messages[0]['content'] }}"), "prompt", "refuses"),
-    "a placeholder that is not the model's": (
-        with_template(template("<|im_start|>")),
-        "rollout.chat_template",
-        "0 of 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", UNUSABLE)
-def test_what_is_no_usable_folder_is_refused(folder: Path, case: str) -> None:
-    change, place, named = UNUSABLE[case]
-    FAMILY.refuse_unusable(str(folder), SETTINGS)
-    change(folder)
-    error = refused(folder)
-    assert (error.place, named in error.hint) == (place, True), error
 
 
 def test_a_text_model_is_refused_and_refuses_images() -> None:

@@ -109,19 +109,6 @@ def count_features(policy: VisionLMPolicy) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize(("kind", "choice"), [("qwen3_vl", LORA), ("idefics3", FULL)], ids=["adapters", "all weights"])
-def test_recomputed_activations_give_the_same_gradients(kind: str, choice: TrainingChoice) -> None:
-    found = []
-    for recomputed in (False, True):
-        own = TrainingChoice(choice.lora, freeze_vision=choice.freeze_vision, gradient_checkpointing=recomputed)
-        policy = make_policy(kind, choice=own)
-        actions = drawn(policy, kind).actions
-        policy.prepare_for_update()
-        policy.logprobs(actions).logprobs.sum().backward()
-        found.append(gradients(policy))
-    assert_same(found[1], found[0])
-
-
 @pytest.mark.parametrize("kind", BY_KIND)
 def test_adapters_are_in_the_language_model_alone_unless_asked_for(kind: str) -> None:
     model, _ = make_model(kind)
