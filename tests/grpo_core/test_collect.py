@@ -57,26 +57,11 @@ def test_groups_come_in_order_and_do_not_depend_on_the_batch(prompts_per_batch: 
         assert same(group, collected([request], 1)[0])
 
 
-def test_images_are_of_their_tokens_and_noise() -> None:
-    """The table's image is one pixel: its first two ids, and its noise seed."""
-    for group, request in zip(collected(REQUESTS, 2), REQUESTS, strict=True):
-        expected = [
-            (*ids[:2], seed) for ids, seed in zip(tokens_of(group).token_ids.tolist(), request.noise_seeds, strict=True)
-        ]
-        assert [image.getpixel((0, 0)) for image in group.outputs] == expected
-
-
 def test_occurrences_of_one_prompt_are_groups_of_their_own() -> None:
     """By seed, not by text: the third group draws otherwise than the first, the fifth repeats it."""
     groups = collected(REQUESTS, 5)
     assert not same(groups[0], groups[2])
     assert same(groups[0], groups[4])
-
-
-def test_log_probs_are_those_of_the_tokens_beside_them() -> None:
-    policy = TablePolicy(3)
-    for group in collect_rollouts(policy, REQUESTS, prompts_per_batch=2):
-        torch.testing.assert_close(policy.logprobs(tokens_of(group)).logprobs.detach(), logprobs_of(group))
 
 
 def test_the_first_group_is_there_before_the_last_is_sampled() -> None:

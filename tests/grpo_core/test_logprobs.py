@@ -205,8 +205,7 @@ def peak_of(*, tokens: int, chunk_tokens: int, entropy: Entropies, truncated: bo
     return watched.peak, kept
 
 
-@pytest.mark.parametrize("truncated", [True, False])
-@pytest.mark.parametrize("entropy", ["none", "constant", "differentiable"])
+@pytest.mark.parametrize(("entropy", "truncated"), [("none", True), ("constant", False), ("differentiable", True)])
 def test_few_chunks_of_logits_are_alive_at_a_time(entropy: Entropies, truncated: bool) -> None:
     """So many bytes an id of 256 tokens, at most; all of 2048 tokens are one fp32 tensor of 25 MB."""
     ids = 256 * 3000

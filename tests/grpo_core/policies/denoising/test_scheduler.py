@@ -163,3 +163,13 @@ def test_an_empty_window_is_after_the_last_step_and_needs_no_noise() -> None:
     settings = made(sde_window_size=0, sde_window_range=(0, 50), noise_level=0.0, sde_window="random")
     settings.check_window()
     assert set(starts(settings, 20)) == {settings.num_inference_steps}
+
+
+def test_the_gradient_of_a_log_prob_takes_the_latents_as_given() -> None:
+    """Sampled latents contain the mean; were they not constants, the gradient would be zero."""
+    v = drawn(1).requires_grad_()
+    step = transition("flow_grpo", 0.7, noise(0.9, 0.75), drawn(0), v)
+    (gradient,) = torch.autograd.grad(step_logprob(step.mean + step.std * drawn(2), step, "sum").sum(), v)
+    # d log N / d mean = (x - mean) / std^2 = noise / std; d mean / d v is one number for the step.
+    slope = (-0.15) * (1 + 0.49 * (0.9 / 0.1) * 0.1 / (2 * 0.9))
+    torch.testing.assert_close(gradient, drawn(2) / float(step.std.detach()) * slope, rtol=1e-12, atol=1e-14)

@@ -133,13 +133,7 @@ def test_a_guidance_scale_means_what_the_pipeline_makes_of_it(saved_folder: Save
 # A tiny pipeline, what is changed of it, a value that passes and one that does not (None: there is none).
 BEYOND: dict[str, tuple[str, tuple[str, dict[str, Any]] | None, str, Any, Any]] = {
     "negative prompts of FLUX": ("flux", None, "negative_prompt", None, "blur"),
-    "guidance of schnell": (
-        "flux",
-        ("transformer/config.json", {"guidance_embeds": False}),
-        "guidance_scale",
-        1.0,
-        3.5,
-    ),
+    "schnell": ("flux", ("transformer/config.json", {"guidance_embeds": False}), "guidance_scale", 1.0, 3.5),
     "guidance of turbo": ("z_image", ("model_index.json", {"is_distilled": True}), "guidance_scale", 0.0, 4.0),
     "no length": ("sd3", ("model_index.json", {"_class_name": "ErnieImagePipeline"}), "max_sequence_length", None, 32),
     "length of SD3": ("sd3", None, "max_sequence_length", 512, 513),

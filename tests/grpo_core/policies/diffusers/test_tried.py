@@ -70,7 +70,7 @@ def draws_without(folder: Path, name: str, *parts: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", chosen("sd3", "ernie_image"))
+@pytest.mark.parametrize("name", chosen("sd3"))
 def test_a_pipeline_without_a_part_is_loaded_if_diffusers_draws_with_it(
     saved_folder: SavedFolder, name: str, tmp_path: Path
 ) -> None:

@@ -35,8 +35,7 @@ from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
 from tests.processes import in_processes
 from tests.tiny_policies import EDIT_MODEL, MODEL
 
-# At 128 x 64 pixels the decoder's timesteps and sigmas differ.
-SETTINGS = GlmImageSettings(height=64, width=128, num_inference_steps=4, guidance_scale=1.5, sde_window_size=2)
+SETTINGS = GlmImageSettings(height=32, width=64, num_inference_steps=4, guidance_scale=1.5, sde_window_size=2)
 FULL, ADAPTERS = TrainingChoice(lora=None), TrainingChoice(LoraSettings(rank=4, alpha=8.0))
 
 
@@ -117,7 +116,7 @@ def stock_inputs(policy: GlmImagePolicy, prompts: Sequence[tuple[str, Sequence[S
         ]
         for text, sources in prompts
     ]
-    kwargs = {"padding": True, "target_h": 64, "target_w": 128, "return_tensors": "pt"}
+    kwargs = {"padding": True, "target_h": 32, "target_w": 64, "return_tensors": "pt"}
     messages = [[{"role": "user", "content": each}] for each in content]
     return policy.tokens.pipeline.processor.apply_chat_template(
         messages, tokenize=True, return_dict=True, processor_kwargs=kwargs
@@ -155,12 +154,12 @@ def test_images_are_those_of_the_pipeline_itself(full: tuple[GlmImagePolicy, lis
     assert set(group.streams) == {"tokens"}
     codes = policy.tokens.sources.codes(WIDE)
     doubled = codes.repeat_interleave(2, 0).repeat_interleave(2, 1)
-    large = group.streams["tokens"].actions.token_ids.reshape(-1, 8, 16)
+    large = group.streams["tokens"].actions.token_ids.reshape(-1, 4, 8)
     own = policy.decoder.pipeline(
         [PROMPTS[1][0]] * 3,
         image=[[WIDE.open()]] * 3,
-        height=64,
-        width=128,
+        height=32,
+        width=64,
         prior_token_ids=large.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1),
         prior_token_image_ids=[doubled.flatten()] * 3,
         source_image_grid_thw=[torch.tensor([[1, 16, 32]])] * 3,
@@ -188,7 +187,7 @@ def test_stored_and_recomputed_log_probs_agree_in_double_precision() -> None:
     policy.tokens.prepare_for_update()
     tokens = TokenBatch.join([each.actions for each in sampled])
     logprobs = pad_to_longest([each.rollout_logprobs for each in sampled])
-    assert tokens.loss_mask.sum(-1).tolist() == [128] * 4 + [138]
+    assert tokens.loss_mask.sum(-1).tolist() == [32] * 4 + [42]
     found = torch.where(tokens.loss_mask, policy.tokens.logprobs(tokens).logprobs, 0.0)
     torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-6)
     for row in (1, 3, 4):
@@ -222,11 +221,13 @@ def test_other_sources_are_seen_in_their_rows_alone(collected: tuple[GlmImagePol
         found = policy.tokens.logprobs(replace(tokens, sources=sources)).logprobs
         apart = (found - by_tokens).abs().amax(1)
         assert float(apart[off].min()) > 1
-        again = policy.decoder.logprobs(replace(steps, sources=sources)).logprobs
-        moved = (again - by_steps).abs().amax(1)
-        assert float(moved[off].min()) > 1e-5
         assert not (apart[~off] > 1e-3).any()
-        assert not (moved[~off] > 1e-6).any()
+        # To the decoder the order of its sources is the same.
+        if wrong is not exchanged:
+            again = policy.decoder.logprobs(replace(steps, sources=sources)).logprobs
+            moved = (again - by_steps).abs().amax(1)
+            assert float(moved[off].min()) > 1e-5
+            assert not (moved[~off] > 1e-6).any()
 
 
 # --- gradients
