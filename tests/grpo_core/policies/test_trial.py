@@ -125,7 +125,6 @@ def detach(module: Any, inputs: Any, found: Any) -> Any:
 
 MISTAKES: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "positions of padded prompts": ("gpt2", lambda given: given.pop("position_ids", None), "differ"),
-    "padding that is read": ("llama", lambda given: given.pop("attention_mask", None), "differ"),
     "a window that the cache forgets": ("gemma2", lambda given: given.update(past_key_values=None), "differ"),
     "a call that fails": ("llama", lambda given: given.update(input_ids=None), "a trial of it fails"),
 }
@@ -164,19 +163,10 @@ VISION_MISTAKES: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] 
         lambda given: [given.pop(name, None) for name in ("mm_encoder_outputs", "pixel_values")],
         "does not see",
     ),
-    "images left out on one side": ("llava", lambda given: given.pop("mm_encoder_outputs", None), "differ"),
 }
 
 
-def plain_positions(given: dict[str, Any]) -> None:
-    if given.get("position_ids") is not None:
-        counted = given["attention_mask"].cumsum(-1) - 1
-        given["position_ids"] = counted[:, -given["input_ids"].shape[1] :].expand(3, -1, -1)
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "reason"), [*VISION_MISTAKES.values(), ("qwen3_vl", plain_positions, "differ")]
-)
+@pytest.mark.parametrize(("kind", "change", "reason"), VISION_MISTAKES.values(), ids=VISION_MISTAKES)
 def test_wrong_log_probs_of_models_with_images(kind: str, change: Callable[[Any], object], reason: str) -> None:
     policy = make_policy(kind)
     change_inputs(policy._model, change)
@@ -212,19 +202,8 @@ def mixed(module: Any, inputs: Any, found: Any) -> Any:
     return (found[0] - 0.1 * found[0].mean(0, keepdim=True), *found[1:])
 
 
-class Drift:
-    """Velocities that depend on how often the model was called, as those of a cache."""
-
-    calls = 0
-
-    def __call__(self, module: Any, inputs: Any, found: Any) -> Any:
-        self.calls += 1
-        return (found[0] * (1 + 0.01 * self.calls), *found[1:])
-
-
 HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
     "rows are mixed": (mixed, "differ by"),
-    "velocities drift": (Drift(), "differ by"),
     "other velocities with gradients": (
         lambda module, inputs, found: (found[0] * (1.1 if torch.is_grad_enabled() else 1.0), *found[1:]),
         "differ by",

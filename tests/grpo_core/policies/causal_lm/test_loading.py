@@ -84,33 +84,31 @@ def test_rows_are_what_the_tokenizer_pads_by_itself() -> None:
         assert encoded.position_ids[row, -length:].tolist() == list(range(length))
 
 
-def test_a_plain_prompt_is_a_users_message() -> None:
+BRIEF = CausalLMSettings(system_prompt="be short")
+RENDERED: dict[str, tuple[CausalLMSettings, str, str]] = {
+    "a user's message": (SETTINGS, "ok", "<|user|>ok<|end|><|assistant|>"),
+    "the same as messages": (SETTINGS, stored(("user", "ok")), "<|user|>ok<|end|><|assistant|>"),
+    "a system prompt": (BRIEF, "ok", "<|system|>be short<|end|><|user|>ok<|end|><|assistant|>"),
+    "a system prompt of its own": (
+        BRIEF,
+        stored(("system", "be long"), ("user", "ok")),
+        "<|system|>be long<|end|><|user|>ok<|end|><|assistant|>",
+    ),
+    "an answer that was begun": (
+        SETTINGS,
+        stored(("user", "ok"), ("assistant", "yes, b")),
+        "<|user|>ok<|end|><|assistant|>yes, b",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RENDERED)
+def test_prompts_are_rendered_by_the_template(case: str) -> None:
+    settings, prompt, rendered = RENDERED[case]
     tokenizer = make_tokenizer()
-    ids = prompt_ids(tokenizer, CausalLMSettings(), "ok")
-    assert tokenizer.decode(ids) == "<|user|>ok<|end|><|assistant|>"
-    assert ids == tokenizer.apply_chat_template(
-        [{"role": "user", "content": "ok"}], add_generation_prompt=True, return_dict=False
-    )
-    assert ids == prompt_ids(tokenizer, CausalLMSettings(), stored(("user", "ok")))
-
-
-def test_a_system_prompt_goes_before_prompts_that_bring_none() -> None:
-    tokenizer, settings = make_tokenizer(), CausalLMSettings(system_prompt="be short")
-    assert tokenizer.decode(prompt_ids(tokenizer, settings, "ok")) == (
-        "<|system|>be short<|end|><|user|>ok<|end|><|assistant|>"
-    )
-    own = stored(("system", "be long"), ("user", "ok"))
-    assert tokenizer.decode(prompt_ids(tokenizer, settings, own)) == (
-        "<|system|>be long<|end|><|user|>ok<|end|><|assistant|>"
-    )
-
-
-def test_a_conversation_that_the_assistant_began_to_answer_is_gone_on_with() -> None:
-    tokenizer = make_tokenizer()
-    begun = stored(("user", "ok"), ("assistant", "yes, b"))
-    assert tokenizer.decode(prompt_ids(tokenizer, CausalLMSettings(), begun)) == (
-        "<|user|>ok<|end|><|assistant|>yes, b"
-    )
+    ids = prompt_ids(tokenizer, settings, prompt)
+    assert tokenizer.decode(ids) == rendered
+    assert ids == tokenizer(rendered)["input_ids"]
 
 
 @pytest.mark.parametrize(

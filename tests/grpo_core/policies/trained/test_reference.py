@@ -54,16 +54,9 @@ def test_the_reference_is_the_model_before_training_and_leaves_no_trace(choice: 
     assert all(after[name] is parameter for name, parameter in parameters.items())
     assert same(values_of(after), before)
     assert places == {name: value.data_ptr() for name, value in after.items()}
-
-
-@pytest.mark.parametrize("choice", KINDS)
-def test_weights_are_put_back_after_a_failure(choice: TrainingChoice) -> None:
-    model = moved(choice)
-    before = values_of(model.trainable_parameters())
     with pytest.raises(ZeroDivisionError), model.reference():
         raise ZeroDivisionError
     assert same(values_of(model.trainable_parameters()), before)
-    assert not torch.equal(logprobs(model.model), reference_logprobs(model))
 
 
 @pytest.mark.parametrize("place", ["device", "cpu"])
@@ -196,41 +189,26 @@ def test_a_refreshed_reference_is_the_average_of_weights(choice: TrainingChoice)
 
 
 @pytest.mark.parametrize("choice", KINDS)
-def test_a_whole_share_makes_the_reference_the_policy_and_loading_nothing_the_initial_one(
-    choice: TrainingChoice,
-) -> None:
-    model = moved(choice)
+def test_a_refreshed_reference_is_stored_and_comes_back_to_the_bit(choice: TrainingChoice, tmp_path: Path) -> None:
+    """A whole share makes it the policy; loading nothing makes it the initial one."""
+    model, plain = moved(choice), logprobs(tiny_llama())
     model.reference_copy().mix(1.0)
-    then = logprobs(model.model)
-    assert torch.equal(reference_logprobs(model), then)
-    disturb(model.trainable_parameters(), seed=6)
-    assert torch.equal(reference_logprobs(model), then)
-    before = values_of(model.trainable_parameters())
-    model.load_reference(None)
-    assert torch.equal(reference_logprobs(model), logprobs(tiny_llama()))
-    assert same(values_of(model.trainable_parameters()), before)
-
-
-# --- on disk
-
-
-@pytest.mark.parametrize("choice", KINDS)
-def test_a_stored_reference_comes_back_to_the_bit(choice: TrainingChoice, tmp_path: Path) -> None:
-    model = moved(choice)
-    model.reference_copy().mix(0.6)
-    before = values_of(model.trainable_parameters())
+    then, before = logprobs(model.model), values_of(model.trainable_parameters())
     model.reference_copy().save(tmp_path)
     assert same(values_of(model.trainable_parameters()), before)
-
+    disturb(model.trainable_parameters(), seed=6)
     other = trained(choice)
     other.load_reference(tmp_path)
-    assert torch.equal(reference_logprobs(other), reference_logprobs(model))
-    assert torch.equal(logprobs(other.model), logprobs(tiny_llama()))
+    assert torch.equal(logprobs(other.model), plain)
     # Both continue alike.
     disturb(other.trainable_parameters())
-    model.reference_copy().mix(0.5)
-    other.reference_copy().mix(0.5)
+    disturb(other.trainable_parameters(), seed=6)
+    for each in (model, other):
+        assert torch.equal(reference_logprobs(each), then)
+        each.reference_copy().mix(0.5)
     assert torch.equal(reference_logprobs(other), reference_logprobs(model))
+    model.load_reference(None)
+    assert torch.equal(reference_logprobs(model), plain)
 
 
 @pytest.mark.parametrize("choice", KINDS)
