@@ -103,16 +103,7 @@ def loss_of(
     value, terms = 0.0, []
     logprobs = inputs.logprobs.detach().clone().requires_grad_()
     entropy = None if inputs.entropy is None else inputs.entropy.detach().clone().requires_grad_()
-    whole = LossInputs(
-        logprobs,
-        inputs.old_logprobs,
-        inputs.advantages,
-        inputs.loss_mask,
-        inputs.rollout_logprobs,
-        inputs.ref_logprobs,
-        entropy,
-        inputs.entropy_mask,
-    )
+    whole = replace(inputs, logprobs=logprobs, entropy=entropy)
     for part in split or [rows]:
         loss, tokens = compute_microbatch_loss(select(whole, part), settings, denominators)
         loss.backward()
@@ -229,16 +220,11 @@ def trl_loss(
     rollout_tokens: int | None = None,
     quantile: float = 1.0,
     first_step: bool = False,
-    **attributes: Any,
 ) -> TrlLoss:
-    """TRL's loss and gradients, accumulated over microbatches; it has no old log-probs on the first step.
-
-    `attributes` take the place of those that the settings stand for.
-    """
+    """TRL's loss and gradients, accumulated over microbatches; it has no old log-probs on the first step."""
     parts = split or [range(len(inputs.loss_mask))]
     steps = len(parts)
     trainer = trl_trainer(settings, accumulation=steps, per_generation=per_generation or steps, quantile=quantile)
-    vars(trainer).update(attributes)
     logprobs = inputs.logprobs.detach().clone().requires_grad_()
     assert inputs.entropy is not None
     entropy = inputs.entropy.detach().clone().requires_grad_()

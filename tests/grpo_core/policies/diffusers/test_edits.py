@@ -39,9 +39,8 @@ def steps_of(groups: list[RolloutGroup]) -> tuple[DenoisingBatch, Tensor]:
     return rows.actions, rows.rollout_logprobs
 
 
-# The others differ from these by their encoders and latents alone.
-QUICK = ("flux_kontext", "flux2_klein")
-BY_NAME = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in EDITS]
+# The others differ from this one by their encoders and latents alone.
+BY_NAME = [pytest.param(name, marks=() if name == "flux2_klein" else pytest.mark.slow) for name in EDITS]
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -73,7 +73,7 @@ def gain(policy: DiffusersPolicy, groups: list[RolloutGroup]) -> torch.Tensor:
 
 
 # Every class that is tried has the trial of tests/grpo_core/policies/test_trial.
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["sd3", "qwen_image"])
 def test_a_class_is_sampled_scored_and_trained(saved_folder: SavedFolder, name: str) -> None:
     policy = load(saved_folder(name), settings(name))
     for window_start in (2, 0):

@@ -1,11 +1,7 @@
-"""Token model and decoder in one policy: each stream with its own actions, weights and reference.
-
-At 128 x 64 pixels, where the decoder's timesteps and sigmas differ.
-"""
+"""Token model and decoder in one policy: each stream with its own actions, weights and reference."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,17 +23,15 @@ from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
 from tests.tiny_policies import MODEL, PROMPTS
 
-SETTINGS = GlmImageSettings(height=64, width=128, num_inference_steps=6, guidance_scale=1.5, sde_window_size=2)
+SETTINGS = GlmImageSettings(height=32, width=64, num_inference_steps=4, guidance_scale=1.5, sde_window_size=2)
 LORA = TrainingChoice(LoraSettings(rank=4, alpha=8.0))
 PARITY: dict[Stream, ParityTolerance] = {"tokens": ParityTolerance(), "denoising": ParityTolerance(1e-5, 1e-6)}
 # The first of two drafts three times, the second once.
 UNEVEN = {"seeds": (5, 5, 5, 6), "noise_seeds": (1, 1, 1, 1), "step_seeds": (11, 12, 13, 14)}
 
 
-def loaded(
-    trained: Sequence[Stream] = STREAMS, disturbed: float = 0.02, settings: GlmImageSettings = SETTINGS
-) -> GlmImagePolicy:
-    policy = GlmImagePolicy.load(str(MODEL), settings, dict.fromkeys(trained, LORA))
+def loaded(trained: Sequence[Stream] = STREAMS, disturbed: float = 0.02) -> GlmImagePolicy:
+    policy = GlmImagePolicy.load(str(MODEL), SETTINGS, dict.fromkeys(trained, LORA))
     for component in policy.components.values():
         disturb(component.trainable_parameters(), disturbed)
     return policy
@@ -75,9 +69,8 @@ def test_renderings_share_their_draft_and_part_at_the_first_noisy_step(
 
 def test_a_frozen_half_samples_what_the_trained_one_does_before_training() -> None:
     """Adapters start at zero, so each half alone and both together sample the same."""
-    small = replace(SETTINGS, height=32, width=32)
     everything = [
-        next(collect_rollouts(loaded(trained, 0.0, small), [request(PROMPTS[0])], prompts_per_batch=1))
+        next(collect_rollouts(loaded(trained, 0.0), [request(PROMPTS[0])], prompts_per_batch=1))
         for trained in (STREAMS, ("tokens",), ("denoising",))
     ]
     first, *others = everything
