@@ -109,7 +109,8 @@ def measure(name: str) -> dict[str, Any]:
     if name == "families":
         return {kind: describe(kind) for kind in KINDS}
     if name == "types":
-        return {each: found for each in sorted(TRIED) if (found := left_out(each))}
+        found = {each: names for each in sorted(TRIED) if (names := left_out(each))}
+        return {"refused": refused_types(), "left_out": found}
     return {each: found for each in CLASSES if (found := outcome(each)) is not None}
 
 
@@ -119,16 +120,20 @@ def section(name: str) -> str:
 
 
 def _types(table: Mapping[str, Any]) -> str:
-    names = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    refused = [name for name in names if _is_refused(name)]
-    others = [each for each in names if each not in TRIED and each not in refused]
+    refused = table["refused"]
+    others = [each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if each not in TRIED and each not in refused]
     return f"""Tried with random weights ({len(TRIED)} types of transformers {transformers.__version__}):
 
 {", ".join(sorted(TRIED))}
 
-Refused ({len(refused)}): {", ".join(sorted(refused))}
+Refused ({len(refused)}): {", ".join(refused)}
 
 Not tried ({len(others)}): {", ".join(sorted(others))}"""
+
+
+def refused_types() -> list[str]:
+    """The types that are refused by their names or configurations."""
+    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if _is_refused(name))
 
 
 def _is_refused(model_type: str) -> bool:

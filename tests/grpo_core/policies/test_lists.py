@@ -4,7 +4,16 @@ import pytest
 
 from grpo_core.policies.causal_lm.model_types import TRIED as TYPES
 from grpo_core.policies.diffusers.pipeline_class import TRIED as TRIED_CLASSES
-from tests.grpo_core.policies.lists import PAGES, describe, left_out, measure, outcome, read_table, section
+from tests.grpo_core.policies.lists import (
+    PAGES,
+    describe,
+    left_out,
+    measure,
+    outcome,
+    read_table,
+    refused_types,
+    section,
+)
 from tests.grpo_core.policies.vision_lm.tiny_families import KINDS
 
 
@@ -16,7 +25,12 @@ def test_the_pages_show_the_lists(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(TYPES))
 def test_a_type_leaves_out_what_the_table_says(model_type: str) -> None:
-    assert left_out(model_type) == read_table("types").get(model_type, [])
+    assert left_out(model_type) == read_table("types")["left_out"].get(model_type, [])
+
+
+@pytest.mark.slow
+def test_types_are_refused_as_the_table_says() -> None:
+    assert refused_types() == read_table("types")["refused"]
 
 
 @pytest.mark.slow

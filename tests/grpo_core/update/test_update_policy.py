@@ -129,7 +129,7 @@ def test_no_gradient_is_left_from_an_earlier_step() -> None:
 def test_clipping_stops_what_is_repeated() -> None:
     """Far more epochs on the same rows: every ratio is pushed past its bound, then its gradient is gone."""
     policy = TablePolicy(7)
-    result = train(policy, sampled_rows(policy, ADVANTAGES), epochs=60, minibatch_size=7)
+    result = train(policy, sampled_rows(policy, ADVANTAGES), epochs=60, minibatch_size=7, micro_batch_size=7)
     metrics = result.metrics()
     assert result.steps[-1].clip_high + result.steps[-1].clip_low > 0.9
     assert metrics["clip_ratio/low_min"] == 0.0

@@ -220,7 +220,7 @@ def test_other_sources_are_seen_in_their_rows_alone(collected: tuple[GlmImagePol
         assert off.any()
         found = policy.tokens.logprobs(replace(tokens, sources=sources)).logprobs
         apart = (found - by_tokens).abs().amax(1)
-        assert float(apart[off].min()) > 1
+        assert float(apart[off].min()) > 0.1
         assert not (apart[~off] > 1e-3).any()
         # To the decoder the order of its sources is the same.
         if wrong is not exchanged:

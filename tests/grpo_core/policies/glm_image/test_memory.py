@@ -212,15 +212,15 @@ def test_the_autoencoder_peaks_at_three_quarters_of_the_estimate() -> None:
 
 
 def test_images_are_decoded_at_once_or_one_by_one() -> None:
+    """Four images of 512 x 512 pixels are decoded together; of five, one is at work."""
+
     def decoding(rows: int) -> int:
         settings = GlmImageSettings(height=512, width=512, decode_batch_size=rows)
         workload, choices = dataclasses.replace(WORKLOAD, group_size=8), {"tokens": choice_of(True)}
-        found = estimate_resources("glm_image", str(MODEL), settings, choices, {"tokens": workload})
+        found = estimate_resources("glm_image", RELEASED_MODEL, settings, choices, {"tokens": workload})
         return sized(found.memory.parts)["decoding"]
 
-    one = decoding(1)
-    assert decoding(4) == 4 * one
-    assert decoding(5) < 2 * one
+    assert decoding(5) < decoding(4) / 2
 
 
 def test_numbers_of_parameters_have_the_unit_that_they_are_read_in() -> None:
