@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_core.errors import InputError
-from grpo_core.losses.policy_loss import VESPO_LOWEST, NoisedImages, TermInputs, nft_terms, vespo_weights
+from grpo_core.losses.policy_loss import VESPO_LOWEST, NftTerms, NoisedImages, TermInputs, nft_terms, vespo_weights
 from grpo_core.losses.ratios import estimate_kl, mismatch_weights
 from grpo_core.losses.reductions import Denominators, entropy_threshold, on_policy_rows
 from grpo_core.losses.settings import LossSettings, MismatchSettings, load_custom_loss
@@ -177,34 +177,21 @@ def test_expected_gradient_on_policy(estimator: Any) -> None:
     torch.testing.assert_close(found, expected)
 
 
-DOUBLE = torch.float64
-
-
-def noised(
-    images: list[list[float]], latents: list[list[float]], sigma: float, advantages: list[float]
-) -> NoisedImages:
-    def double(values: list[float] | list[list[float]]) -> Tensor:
-        return torch.tensor(values, dtype=DOUBLE)
-
-    return NoisedImages(double(images), double(latents), double([sigma] * len(images)), double(advantages))
-
-
-def tensor(*rows: list[float]) -> Tensor:
-    return torch.tensor(rows, dtype=DOUBLE, requires_grad=True)
+def terms_of(velocity: float, old: float, image: float, latent: float, advantage: float) -> NftTerms:
+    """Of one value at the noise level 1/2."""
+    values = (torch.tensor([[value]], dtype=torch.float64) for value in (velocity, old, image, latent))
+    policy, before, images, latents = values
+    level, advantages = (torch.tensor([value], dtype=torch.float64) for value in (0.5, advantage))
+    return nft_terms(policy, before, NoisedImages(images, latents, level, advantages), beta=1.0, advantage_clip=5.0)
 
 
 def test_one_value_by_hand() -> None:
     """The image is 1 and at 2 with noise: velocity 1 leads to 1.5, old +- 1 (1 - 3) to 1.5 and -0.5."""
-    terms = nft_terms(
-        tensor([1.0]), tensor([3.0]).detach(), noised([[1]], [[2]], 0.5, [2.5]), beta=1.0, advantage_clip=5.0
-    )
+    terms = terms_of(1.0, 3.0, 1.0, 2.0, 2.5)
     assert terms.positive.item() == pytest.approx(0.25 / 0.5)
     assert terms.negative.item() == pytest.approx(2.25 / 1.5)
     assert terms.policy.item() == pytest.approx(5 * (0.75 * 0.5 + 0.25 * 1.5))
 
 
 def test_a_perfect_image_is_no_division_by_zero() -> None:
-    terms = nft_terms(
-        tensor([2.0]), tensor([2.0]).detach(), noised([[1]], [[2]], 0.5, [1]), beta=1.0, advantage_clip=5.0
-    )
-    assert terms.policy.item() == 0.0
+    assert terms_of(2.0, 2.0, 1.0, 2.0, 1.0).policy.item() == 0.0

@@ -5,8 +5,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from tests.grpo_core.policies.diffusers.tiny_classes import CLASSES, NEED_SOURCES, reduced_sources
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, SharedPolicy, loaded_once, saved_once
+from tests.grpo_core.policies.diffusers.tiny_pipelines import (
+    CLASSES,
+    NEED_SOURCES,
+    SavedFolder,
+    SharedPolicy,
+    loaded_once,
+    reduced_sources,
+    saved_once,
+)
 
 
 @pytest.fixture(scope="session")

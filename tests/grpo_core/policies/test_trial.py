@@ -21,8 +21,7 @@ from tests.grpo_core.policies.causal_lm.model_types import (
     small_model,
     small_policy,
 )
-from tests.grpo_core.policies.diffusers.tiny_classes import MAKE, settings
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, load
+from tests.grpo_core.policies.diffusers.tiny_pipelines import MAKE, SavedFolder, load, settings
 from tests.grpo_core.policies.vision_lm.tiny_families import KINDS, make_policy
 
 pytestmark = [

@@ -18,15 +18,18 @@ from grpo_core.policies.diffusers.source_images import SOURCES
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.records import RolloutGroup
 from grpo_core.streams import ImageSize
-from tests.grpo_core.policies.diffusers.tiny_classes import EDITS, NEED_SOURCES, SEVERAL, settings
 from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     EDIT_PROMPTS,
+    EDITS,
+    NEED_SOURCES,
+    SEVERAL,
     SavedFolder,
     SharedPolicy,
     edits,
     picture,
     request,
     sampled,
+    settings,
     source,
 )
 

@@ -14,8 +14,7 @@ from grpo_core.policies.estimate import MemoryEstimate, ModelEstimate, Workload,
 from grpo_core.policies.sizes import count_blocks
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.streams import ImageSize
-from tests.grpo_core.policies.diffusers.tiny_classes import FAMILIES, settings
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, SharedPolicy, request
+from tests.grpo_core.policies.diffusers.tiny_pipelines import FAMILIES, SavedFolder, SharedPolicy, request, settings
 
 LORA = TrainingChoice(LoraSettings(rank=4, alpha=8))
 

@@ -26,20 +26,18 @@ from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.seeds import make_generator
 from tests.grpo_core.policies.denoising.tiny_pipelines import disturb
 from tests.grpo_core.policies.diffusers.tiny_builders import flux
-from tests.grpo_core.policies.diffusers.tiny_classes import (
+from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     CLASSES,
     FAMILIES,
     MAKE,
     NEED_SOURCES,
-    reduced_sources,
-    settings,
-)
-from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     SavedFolder,
     SharedPolicy,
     load,
     pixels,
+    reduced_sources,
     request,
+    settings,
     source,
     without,
 )

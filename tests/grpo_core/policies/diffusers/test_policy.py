@@ -20,8 +20,10 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from tests.grpo_core.policies.denoising.tiny_pipelines import GUIDANCE
-from tests.grpo_core.policies.diffusers.tiny_classes import EDITS, FAMILIES, SEVERAL, settings
 from tests.grpo_core.policies.diffusers.tiny_pipelines import (
+    EDITS,
+    FAMILIES,
+    SEVERAL,
     SavedFolder,
     SharedPolicy,
     edits,
@@ -30,6 +32,7 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     request,
     sampled,
     scaled,
+    settings,
 )
 
 # Ernie's pipeline gives its scheduler a tensor of sigmas.

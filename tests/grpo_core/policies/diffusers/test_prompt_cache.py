@@ -13,8 +13,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from grpo_core.policies.diffusers.prompt_cache import PromptCache, content_digest
-from tests.grpo_core.policies.diffusers.tiny_classes import MAKE, NEED_SOURCES, settings
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, SharedPolicy, filling, request
+from tests.grpo_core.policies.diffusers.tiny_pipelines import (
+    MAKE,
+    NEED_SOURCES,
+    SavedFolder,
+    SharedPolicy,
+    filling,
+    request,
+    settings,
+)
 
 # Chroma's transformer imports it from where it was.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")

@@ -22,8 +22,7 @@ from grpo_core.policies.diffusers.saved_pipeline import (
     refuse_size,
 )
 from grpo_core.streams import ImageSize
-from tests.grpo_core.policies.diffusers.tiny_classes import settings
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, settings
 
 
 @pytest.mark.parametrize("name", ["NoSuchPipeline", "FluxTransformer2DModel"])

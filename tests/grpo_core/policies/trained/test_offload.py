@@ -23,8 +23,7 @@ from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
-from tests.grpo_core.policies.diffusers.tiny_classes import reduced_sources, settings
-from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, request, source
+from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, reduced_sources, request, settings, source
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tiny_policies import MODEL, PROMPTS
 
