@@ -180,9 +180,9 @@ def test_entropies_that_nobody_asks_for_are_zero() -> None:
 
 
 def peak_of(*, tokens: int, chunk_tokens: int, entropy: Entropies, truncated: bool) -> tuple[int, int]:
-    """Most bytes alive in a forward and backward pass over a vocabulary of 1000, and those kept between the two."""
+    """Most bytes alive in a forward and backward pass over a vocabulary of 3000, and those kept between the two."""
     hidden = torch.randn(1, tokens, DIM, requires_grad=True)
-    weight = torch.randn(1000, DIM)
+    weight = torch.randn(3000, DIM)
     ids, mask = torch.zeros(1, tokens, dtype=torch.long), torch.ones(1, tokens, dtype=torch.bool)
     support = None
     if truncated:
@@ -193,7 +193,7 @@ def peak_of(*, tokens: int, chunk_tokens: int, entropy: Entropies, truncated: bo
             lambda states: states @ weight.T,
             ids,
             mask,
-            vocabulary=1000,
+            vocabulary=3000,
             temperature=0.9,
             support=support,
             entropy=entropy,
@@ -207,8 +207,8 @@ def peak_of(*, tokens: int, chunk_tokens: int, entropy: Entropies, truncated: bo
 
 @pytest.mark.parametrize(("entropy", "truncated"), [("none", True), ("constant", False), ("differentiable", True)])
 def test_few_chunks_of_logits_are_alive_at_a_time(entropy: Entropies, truncated: bool) -> None:
-    """So many bytes an id of 256 tokens, at most; all of 2048 tokens are one fp32 tensor of 8 MB."""
-    ids = 256 * 1000
+    """So many bytes an id of 256 tokens, at most; all of 2048 tokens are one fp32 tensor of 25 MB."""
+    ids = 256 * 3000
     peak, kept = peak_of(tokens=2048, chunk_tokens=256, entropy=entropy, truncated=truncated)
     assert peak < 22 * ids
     # Between the passes the log-probs of the last four chunks; with a support more of the last one alone.
