@@ -67,6 +67,8 @@ _END = "<!-- end -->\n"
 _OUTPUT = re.compile(r"\n*(?P<mark><!-- output: (first|last) (\d+)(?: without (\w+))? -->)\n(?:.*\n)*?<!-- end -->\n")
 _PICTURE = re.compile(r"<!-- picture: (\S+) from (\S+?)(?: at (\d+)x(\d+))? -->")
 _TIMES = re.compile(r", [\d.]+ s(, about [\d:]+ left)?$")
+_PROGRESS = re.compile(r"\d+/\d+ iterations in [\d.]+ s$")
+"""A line of a busy machine."""
 _MADE = re.compile(r"<!-- made: begin -->\n(?:.*\n)*?<!-- made: end -->\n")
 
 
@@ -162,6 +164,7 @@ def make(page: Path, commit: str | None) -> None:
             printed = run(block, folder)
             if found := _OUTPUT.match(text, block.end):
                 lines = printed.replace(f"{folder}/", "").replace(f"{CHECKOUT}/", "").strip().splitlines()
+                lines = [line for line in lines if not _PROGRESS.match(line)]
                 lines = lines[: int(found[3])] if found[2] == "first" else lines[-int(found[3]) :]
                 lines = [line.rstrip() for line in lines if not found[4] or found[4] not in line]
                 if found[4] == "seconds":
