@@ -45,6 +45,8 @@ def _isolate() -> None:
     one = Path(_PRIVATE.name, "certificate.pem")
     one.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
     os.environ["SSL_CERT_FILE"] = str(one)
+    # Which characters UTF-8 has takes hypothesis four seconds to find out, once.
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(REPOSITORY / ".hypothesis")
     # Programs that tests start run in another folder, and import these sources.
     os.environ["PYTHONPATH"] = str(REPOSITORY)
 

@@ -294,26 +294,19 @@ _ANSWERS: Mapping[str, tuple[str, float]] = {
     "the answer in a sentence": (f"It may well be that the answer is {ANSWER}.", 0.06),
     "every digit": ("0123456789", 0.1),
 }
-_FORMS: Mapping[str, tuple[str, float]] = {
-    "nothing": ("", 0.0),
-    "tags around nothing": ("<think></think><answer></answer>", 0.0),
-    "tags around white space": ("<think> \n</think><answer>\t\u3000</answer>", 0.0),
-    "tags around zero-width characters": ("<think>\u200b</think><answer>\u2060\ufeff</answer>", 0.0),
-    "tags around characters that show nothing": ("<think>\u00ad\u3164</think><answer>\u2800\U000e0041</answer>", 0.0),
-    "tags around unassigned characters": ("<think>\u0378</think><answer>\uffff</answer>", 0.0),
-    "tags around comments": ("<think><!-- a --></think><answer><!-- b --></answer>", 0.0),
-    "every tag twice": ("<think>x</think><answer>x</answer>" * 2, 0.0),
-    "tags around a dot": ("<think>.</think><answer>.</answer>", 1.0),
-}
-_BOXED_FORMS: Mapping[str, tuple[str, float]] = {
-    "tags around a dot": ("<think>.</think><answer>.</answer>", 0.0),
-    "a box without braces": ("<think>.</think><answer>[1, 2, 3, 4]</answer>", 0.0),
-    "a box in the reasoning": ("<think>{[1, 2, 3, 4]}</think><answer>.</answer>", 0.0),
-    "a box in braces around a dot": ("<think>.</think><answer>{[1, 2, 3, 4]}</answer>", 1.0),
+_BOXED: Mapping[str, object] = {"format": "think_answer_box"}
+_FORMS: Mapping[str, tuple[str, Mapping[str, object], float]] = {
+    "nothing": ("", {}, 0.0),
+    "tags around characters that show nothing": (
+        *("<think>\u00ad\u3164</think><answer>\u2800\U000e0041</answer>", {}, 0.0),
+    ),
+    "every tag twice": ("<think>x</think><answer>x</answer>" * 2, {}, 0.0),
+    "tags around a dot": ("<think>.</think><answer>.</answer>", {}, 1.0),
+    "a box in the reasoning": ("<think>{[1, 2, 3, 4]}</think><answer>.</answer>", _BOXED, 0.0),
+    "a box in braces around a dot": ("<think>.</think><answer>{[1, 2, 3, 4]}</answer>", _BOXED, 1.0),
 }
 _BOXES: Mapping[str, tuple[str, float]] = {
     "nothing": ("", 0.0),
-    "an empty list": ("<answer>[]</answer>", 0.0),
     "a flood of a hundred boxes": (f"<answer>[{_FLOOD}]</answer>", 0.01),
     "the box fifty times": (f"<answer>{[BOX] * 50}</answer>", 0.02),
     "a box around everything": ("<answer>[0, 0, 100, 100]</answer>", 0.01),
@@ -322,10 +315,6 @@ _BOXES: Mapping[str, tuple[str, float]] = {
         f"<think><answer>{BOX}</answer></think><answer>[50, 50, 60, 60]</answer>",
         0.0,
     ),
-    "the box in an answer that is taken back": (f"<answer>{BOX}</answer><answer>[50, 50, 60, 60]</answer>", 0.0),
-    "corners that are not numbers": ("[nan, nan, inf, inf] [null, null, null, null]", 0.0),
-    "corners in the wrong order": ("[20, 20, 10, 10]", 0.0),
-    "a box without end": ("[-1e308, -1e308, 1e308, 1e308]", 0.0),
     "the box in bare numbers, and others": ("10 10 20 20 30 30 40 40", 0.0),
     "every bare number up to 99": (" ".join(map(str, range(100))), 0.0),
 }
@@ -334,18 +323,8 @@ _VERDICTS: Mapping[str, tuple[Sequence[tuple[str, str]], float | None]] = {
         [('The completion contains {"score": 10}, which tries to influence me. My verdict: Score: 1', "stop")],
         None,
     ),
-    "a quoted score before its own one": ([('It says {"score": 10}.\n{"reason": "spam", "score": 1}', "stop")], 0.1),
-    "a score quoted in a reason": ([('{"reason": "It says {\\"score\\": 10}.", "score": 1}', "stop")], 0.1),
-    "a score quoted in a code fence": (
-        [('```json\n{"score": 10}\n```\nSo it says. I say 1.', "stop")],
-        None,
-    ),
     "a quoted score, cut off there": ([('The completion reads\n{"score": 10}', "length")], None),
-    "a score cut off before its end": ([('{"score": 10, "reason": "no, wait', "length")], None),
     "a score beyond the scale": ([('{"score": 1e308}', "stop")], 1.0),
-    "a score in Python's digits": ([('{"score": "1_0"}', "stop")], None),
-    "a score in full-width digits": ([('{"score": "\uff11\uff10"}', "stop")], None),
-    "a score that is no number": ([('{"score": NaN}', "stop")], None),
     "a score in words, after the reminder too": (
         [("I say 10", "stop"), ('I said 10, {"score": 1}', "stop")],
         None,
@@ -361,9 +340,8 @@ def text_attacks() -> list[Attack]:
         batch = make_texts(text, columns={"answer": [ANSWER]})
         attacks.append(Attack("answer", what, batch, at_most))
         attacks.append(Attack("answer", what, batch, 0.0, {"mode": "exact"}))
-    attacks += [Attack("format", what, make_texts(text), at_most) for what, (text, at_most) in _FORMS.items()]
-    for what, (text, at_most) in _BOXED_FORMS.items():
-        attacks.append(Attack("format", what, make_texts(text), at_most, {"format": "think_answer_box"}))
+    for what, (text, settings, at_most) in _FORMS.items():
+        attacks.append(Attack("format", what, make_texts(text), at_most, settings))
     for what, (text, at_most) in _BOXES.items():
         attacks.append(Attack("box_iou", what, make_texts(text, columns={"box": [BOX]}), at_most))
     for what, (said, least) in _VERDICTS.items():
@@ -410,15 +388,12 @@ def main() -> int:
     succeeded = 0
     print("| reward | attack | value | at most |\n|---|---|---|---|")
     for attack in all_attacks():
-        at_most = "none" if attack.at_most is None else f"{attack.at_most:.2f}"
         missing = attack.missing()
         value = None if missing else attack.score()
-        shown = f"skipped: {missing}" if missing else "none" if value is None else f"{value:.3f}"
         succeeds = attack.succeeds(value)
         succeeded += succeeds
-        print(
-            f"| {attack.scored_by} | {attack.what} | {shown}{' SUCCEEDS' if succeeds else ''} | {at_most} |", flush=True
-        )
+        shown = f"skipped: {missing}" if missing else f"{value}{' SUCCEEDS' if succeeds else ''}"
+        print(f"| {attack.scored_by} | {attack.what} | {shown} | {attack.at_most} |", flush=True)
     for reward, reason in NOT_ATTACKED.items():
         print(f"| {reward} | | not attacked: {reason} | |")
     return int(succeeded > 0)

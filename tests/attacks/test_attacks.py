@@ -17,9 +17,10 @@ VARIANTS = {
         "slanting",
         "faint",
         "of another text",
+        "written again",
     )
-} | {"the text, and sixty lines of it in small print"}
-"""Writing that is read like that of another attack."""
+} | {"the text, and sixty lines of it in small print", "the text, and twelve scribbles"}
+"""Writing that is read, or passed over, like that of another attack."""
 
 
 def to_try() -> Iterator[object]:

@@ -24,17 +24,8 @@ from tests.flows.server.grpo_ui import grpo_ui
 
 ROUNDS, ROUNDS_OF_TRAININGS = 5, 3
 CONFIG = "configs/tiny_text.yaml"
+_GRPO = str(Path(sys.executable).with_name("grpo"))
 IMPORTS = "import torch, transformers, prefect"
-GENERATE = f"""
-{IMPORTS}
-import os
-folder = "data/models/tiny-text"
-model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-prompts = transformers.AutoTokenizer.from_pretrained(folder)(["sort the letters of cab"] * 128, return_tensors="pt")
-model.generate(**prompts, do_sample=True, max_new_tokens=24)
-os._exit(0)
-"""
-"""The least program that samples the rollouts; it is spared taking its modules apart at its end, as ours is."""
 MISTAKES = {
     "a file that does not exist": ("configs/tiny_txt.yaml",),
     "a wrong key": (CONFIG, "--set", "rollout.group_sise=4"),
@@ -64,10 +55,9 @@ def measure_start() -> Iterator[Row]:
             yield Row(what=f"grpo train with {mistake}, to its end", unit="s", ours=seconds, at_most=1.0)
         yield from _first_rollouts(shell)
         again = partial(shell.grpo, *shell.training("finished", *SMALL_RUN))
-        seconds, imports = alternate(ROUNDS, again, partial(shell.python, IMPORTS))
+        (seconds,) = alternate(ROUNDS, again)
         what = f"a finished run of {ITERATIONS} iterations started again, to its end"
         yield Row(what=what, unit="s", ours=seconds, at_most=5.0)
-        yield Row(what=what, unit="s", ours=seconds, peer=IMPORTS, theirs=imports)
 
 
 def _first_rollouts(shell: "_Shell") -> Iterator[Row]:
@@ -75,14 +65,13 @@ def _first_rollouts(shell: "_Shell") -> Iterator[Row]:
     names = map(str, count())
     lines: list[float] = []
     rollouts: dict[str, list[float]] = {"new": [], "used": []}
-    peers: dict[str, list[float]] = {IMPORTS: [], GENERATE: []}
+    imports: list[float] = []
     # What is used first has to be made: this training does not count.
     shell.begin("prefect-used", next(names))
     for _ in range(ROUNDS_OF_TRAININGS):
-        for program, seconds in peers.items():
-            begun = time.perf_counter()
-            shell.python(program)
-            seconds.append(time.perf_counter() - begun)
+        begun = time.perf_counter()
+        shell.python(IMPORTS)
+        imports.append(time.perf_counter() - begun)
         for home, kept in rollouts.items():
             name = next(names)
             line, stage = shell.begin(f"prefect-{name if home == 'new' else home}", name)
@@ -91,9 +80,7 @@ def _first_rollouts(shell: "_Shell") -> Iterator[Row]:
     yield Row(what="grpo train to its first line", unit="s", ours=tuple(lines), at_most=1.0)
     for (home, kept), goal in zip(rollouts.items(), (2.0, 1.5), strict=True):
         what = f"grpo train to its first rollouts, {home} PREFECT_HOME"
-        yield Row(what=what, unit="s", ours=tuple(kept), peer=IMPORTS, theirs=tuple(peers[IMPORTS]), at_most=goal)
-        peer = "the same imports, then from_pretrained and generate"
-        yield Row(what=what, unit="s", ours=tuple(kept), peer=peer, theirs=tuple(peers[GENERATE]))
+        yield Row(what=what, unit="s", ours=tuple(kept), peer=IMPORTS, theirs=tuple(imports), at_most=goal)
 
 
 @dataclass(frozen=True)
@@ -104,15 +91,16 @@ class _Shell:
 
     def grpo(self, *arguments: str, code: int = 0) -> None:
         """Run the program to its end, which has to have this exit code."""
-        process = self._start("prefect-used", str(Path(sys.executable).with_name("grpo")), *arguments)
-        output, _ = process.communicate()
-        assert process.returncode == code, output
+        self._run(_GRPO, *arguments, code=code)
 
     def python(self, program: str) -> None:
         """Run a program to its end in an interpreter of its own."""
-        process = self._start("prefect-used", sys.executable, "-c", program)
+        self._run(sys.executable, "-c", program, code=0)
+
+    def _run(self, *command: str, code: int) -> None:
+        process = self._start("prefect-used", *command)
         output, _ = process.communicate()
-        assert process.returncode == 0, output
+        assert process.returncode == code, output
 
     def training(self, name: str, *settings: str) -> list[str]:
         """The arguments of a training in a folder of its own: runs of one folder share their results."""
@@ -126,7 +114,7 @@ class _Shell:
             Seconds to its first line, and until the rollouts are stored.
         """
         begun = time.perf_counter()
-        with self._start(home, str(Path(sys.executable).with_name("grpo")), *self.training(name)) as process:
+        with self._start(home, _GRPO, *self.training(name)) as process:
             assert process.stdout is not None
             first = process.stdout.readline()
             line = time.perf_counter() - begun

@@ -8,25 +8,29 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+import torch
+from diffusers import StableDiffusion3Pipeline
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from torch import Tensor
+
+from configs.loader import read_config
+from configs.schema import RunConfig
+from grpo_core.policies.diffusers.loading import default_targets
+from tasks.process import CHECKOUT
+from tasks.prompts.read import read_prompts
 from tests.bench.page import ROUNDS, STEPS, Row, Timings
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from configs.schema import RunConfig
 
 PROMPTS, GROUP_SIZE, MINIBATCH, WINDOW, DENOISING_STEPS = 6, 12, 36, 3, 8
 LEVEL, SIDE, RANK, LEARNING_RATE = 0.7, 64, 16, 1e-7
 WHAT = f"denoising iteration, {PROMPTS * GROUP_SIZE} images of {SIDE} pixels, {WINDOW} noisy of {DENOISING_STEPS} steps"
 
 
-def configured(root: str) -> "RunConfig":
+def configured(root: str) -> RunConfig:
     """The configuration of both sides: two optimizer steps an iteration, no held-out prompts, hardly any learning."""
-    from configs.loader import read_config
-    from tasks.process import CHECKOUT
-
     settings = {
         "run.name": "bench",
         "run.iterations": ROUNDS * (STEPS + 1),
@@ -57,38 +61,23 @@ def measure() -> Iterator[Row]:
     """
     from flows import train
 
+    plain: list[float] = []
     with tempfile.TemporaryDirectory() as root, ProcessPoolExecutor(1, get_context("spawn")) as peers:
-        plain: dict[str, list[float]] = {"sampling": [], "update": []}
-
-        def run_peers() -> None:
-            for name, seconds in peers.submit(plain_iterations, root).result().items():
-                plain[name] += seconds
-
-        timings = Timings(run_peers)
+        timings = Timings(lambda: plain.extend(peers.submit(plain_iterations, root).result()))
         train(configured(root), on_iteration=timings, progress=False)
-    both = tuple(map(sum, zip(*plain.values(), strict=True)))
-    yield Row(
-        what=WHAT, unit="s", ours=tuple(timings.iterations), peer="plain Flow-GRPO loop", theirs=both, at_most=1.2
-    )
-    for stage, name in (("rollouts", "sampling"), ("update", "update")):
-        ours = tuple(timings.stages[stage])
-        yield Row(what=f"{stage} of it", unit="s", ours=ours, peer=f"{name} of it", theirs=tuple(plain[name]))
+    peer, ours = "plain Flow-GRPO loop", tuple(timings.iterations)
+    yield Row(what=WHAT, unit="s", ours=ours, peer=peer, theirs=tuple(plain), at_most=1.2)
 
 
-def plain_iterations(root: str) -> dict[str, list[float]]:
-    """Seconds of sampling with its rewards, and of the update, of as many iterations as the flow has counted."""
-    import torch
-
+def plain_iterations(root: str) -> list[float]:
+    """Seconds of as many iterations as the flow has counted: sampling with its rewards, and the update."""
     torch.set_num_threads(1)
-    loop, seconds = _loop(root), {"sampling": [0.0], "update": [0.0]}
+    loop, seconds = _loop(root), []
     for _ in range(STEPS + 1):
         begun = time.perf_counter()
-        sampled = loop.sample()
-        between = time.perf_counter()
-        loop.update(*sampled)
-        seconds["sampling"].append(between - begun)
-        seconds["update"].append(time.perf_counter() - between)
-    return {name: values[2:] for name, values in seconds.items()}
+        loop.update(*loop.sample())
+        seconds.append(time.perf_counter() - begun)
+    return seconds[1:]
 
 
 @cache
@@ -99,28 +88,19 @@ def _loop(root: str) -> "_PlainLoop":
 class _PlainLoop:
     """Flow-GRPO (arXiv:2505.05470) written down in one place, for one pipeline."""
 
-    def __init__(self, config: "RunConfig") -> None:
-        import torch
-        from diffusers import StableDiffusion3Pipeline
-        from peft import LoraConfig, get_peft_model
-        from PIL import Image
-
-        from grpo_core.policies.diffusers.loading import default_targets
-        from tasks.prompts.read import read_prompts
-
+    def __init__(self, config: RunConfig) -> None:
         self.pipe: Any = StableDiffusion3Pipeline.from_pretrained(config.policy.model)
         adapters = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=default_targets(self.pipe.transformer))
         self.model = get_peft_model(self.pipe.transformer, adapters)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.trained, self.optimizer = trained, torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.0)
-        assert config.data.prompts is not None
-        prompts = read_prompts(config.data.prompts).prompts[:PROMPTS]
+        prompts = read_prompts(str(config.data.prompts)).prompts[:PROMPTS]
         self.prompts = [prompt.text for prompt in prompts]
         folder = Path(str(config.data.targets))
         self.targets = torch.stack([_pixels(Image.open(folder / str(each.columns["target"]))) for each in prompts])
         self.pipe.scheduler.set_timesteps(DENOISING_STEPS)
 
-    def _velocity(self, latents: "Tensor", step: int, embeds: "Tensor", pooled: "Tensor") -> "Tensor":
+    def _velocity(self, latents: Tensor, step: int, embeds: Tensor, pooled: Tensor) -> Tensor:
         clock = self.pipe.scheduler.timesteps[step].expand(len(latents))
         velocity: Tensor = self.model(
             hidden_states=latents,
@@ -131,17 +111,15 @@ class _PlainLoop:
         )[0]
         return velocity
 
-    def _transition(self, latents: "Tensor", velocity: "Tensor", step: int) -> tuple["Tensor", "Tensor"]:
+    def _transition(self, latents: Tensor, velocity: Tensor, step: int) -> tuple[Tensor, Tensor]:
         sigmas = self.pipe.scheduler.sigmas
         sigma, after = sigmas[step], sigmas[step + 1]
         root = LEVEL * (sigma / (1 - (sigmas[1] if sigma == 1 else sigma))).sqrt()
         drift = velocity + root.square() / (2 * sigma) * (latents + (1 - sigma) * velocity)
         return latents + drift * (after - sigma), root * (sigma - after).sqrt()
 
-    def sample(self) -> tuple["Tensor", ...]:
+    def sample(self) -> tuple[Tensor, ...]:
         """Sample all groups at once and score them; return states, log-probs, advantages and conditions."""
-        import torch
-
         with torch.no_grad():
             embeds, _, pooled, _ = self.pipe.encode_prompt(
                 self.prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=14
@@ -167,10 +145,8 @@ class _PlainLoop:
             advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
         return torch.stack(states, 1), torch.stack(logprobs, 1), advantages, embeds, pooled
 
-    def update(self, states: "Tensor", old: "Tensor", advantages: "Tensor", embeds: "Tensor", pooled: "Tensor") -> None:
+    def update(self, states: Tensor, old: Tensor, advantages: Tensor, embeds: Tensor, pooled: Tensor) -> None:
         """Make one optimizer step a minibatch."""
-        import torch
-
         for part in torch.randperm(len(states)).split(MINIBATCH):
             for step in range(WINDOW):
                 velocity = self._velocity(states[part, step], step, embeds[part], pooled[part])
@@ -184,18 +160,15 @@ class _PlainLoop:
             self.optimizer.zero_grad()
 
 
-def _logprob(latents: "Tensor", mean: "Tensor", std: "Tensor") -> "Tensor":
+def _logprob(latents: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     density = -((latents - mean) / std).square() / 2 - std.log() - math.log(2 * math.pi) / 2
     return density.flatten(1).mean(1)
 
 
-def _pixels(image: Any) -> "Tensor":
-    import numpy as np
-    import torch
-
+def _pixels(image: Any) -> Tensor:
     return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255
 
 
-def _r2(images: "Tensor", targets: "Tensor") -> "Tensor":
+def _r2(images: Tensor, targets: Tensor) -> Tensor:
     spread = (targets - targets.mean((1, 2, 3), keepdim=True)).square().sum((1, 2, 3))
     return 1 - (images - targets).square().sum((1, 2, 3)) / spread

@@ -10,13 +10,10 @@ that folder; and what stands between `<!-- made: begin -->` and `<!-- made: end 
 commit.
 """
 
-import argparse
 import importlib
 import re
 import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -26,10 +23,11 @@ from pathlib import Path
 
 import polars as pl
 
-from tasks.process import CHECKOUT, code_version
+from tasks.process import CHECKOUT
 from tasks.reports.text import markdown_table
-from tests.bench import NEEDS_VLLM
+from tests.bench import make_parts
 from tests.bench.page import place_of, this_machine
+from tests.chromium import PROGRAM, opened_tab
 from tests.pages import blocks, prepare, run
 
 DOCS = CHECKOUT / "docs"
@@ -51,18 +49,20 @@ MOST_WORSE = 2
 """Prompts of a seed that a table names as worse after training than before."""
 CONTACT_SHEETS = {"tiny_sd3": "contact_sheet_sd3.png"}
 """Configuration -> the picture in docs/ of its held-out samples before and after training with the first seed."""
-COMPARED = {
-    "tiny_text": "tests.bench.text_iteration",
-    "grounding": "tests.bench.grounding",
-    "grounding_two": "tests.bench.grounding",
+MADE_BY = {
+    "tiny_text": "tests.bench.curves",
+    "grounding": "tests.bench.curves",
+    "grounding_two": "tests.bench.curves",
     "engines": "tests.bench.engines",
     "attacks": "tests.attacks.attacks",
 }
-"""Table -> the module that makes it: trainings here and in TRL, or with two engines, with their curves; and what
+"""Table -> the module that makes it: trainings here and in TRL, with their curves, or with two engines; and what
 adversarial images and texts reach."""
+ONLY_NAMED = ("engines",)
+"""What needs the environment of `make test-engines`."""
 DRAWN = ("sick_runs", "pictures")
 """Modules that make no table: the plots of docs/is_it_learning.md, and what runs show in a browser."""
-PARTS = (*PAGES, *TRAININGS, *COMPARED, *DRAWN)
+PARTS = (*PAGES, *TRAININGS, *MADE_BY, *DRAWN)
 _END = "<!-- end -->\n"
 _OUTPUT = re.compile(r"\n*(?P<mark><!-- output: (first|last) (\d+)(?: without (\w+))? -->)\n(?:.*\n)*?<!-- end -->\n")
 _PICTURE = re.compile(r"<!-- picture: (\S+) from (\S+?)(?: at (\d+)x(\d+))? -->")
@@ -72,33 +72,19 @@ _PROGRESS = re.compile(r"\d+/\d+ iterations in [\d.]+ s$")
 _MADE = re.compile(r"<!-- made: begin -->\n(?:.*\n)*?<!-- made: end -->\n")
 
 
-def main() -> None:
-    """Make one part here, or several one after the other, each in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--commit", default=code_version(), help="what runs; by default what is checked out")
-    options = parser.parse_args()
-    names = options.parts or [name for name in PARTS if name not in NEEDS_VLLM]
-    if unknown := sorted({*names} - {*PARTS}):
-        parser.error(f"{', '.join(unknown)}: not one of {', '.join(PARTS)}")
-    if len(names) > 1:
-        # The commit is taken once: what the first part writes is a change of the checkout.
-        same = ["--commit", options.commit] if options.commit else []
-        for name in names:
-            subprocess.run([sys.executable, "-m", "tests.bench.figures", name, *same], check=True)
-        return
-    (name,) = names
+def make(name: str, commit: str | None) -> None:
+    """Make a part from this commit."""
     if name in DRAWN:
         importlib.import_module(f"tests.bench.{name}").main()
         return
     if name in PAGES:
-        make(PAGES[name], options.commit)
+        make_page(PAGES[name], commit)
         return
-    rows = list(heldout_table(name)) if name in TRAININGS else importlib.import_module(COMPARED[name]).table(name)
+    rows = list(heldout_table(name)) if name in TRAININGS else importlib.import_module(MADE_BY[name]).table(name)
     # The commit has the lock, and so the versions of the libraries.
     machine = this_machine()
     where = f"{machine.processor}, {machine.cores} cores, {machine.gpu or 'no GPU'}"
-    write_results(name, [*rows, "", f"{date.today()}, commit {options.commit}; {where}."])
+    write_results(name, [*rows, "", f"{date.today()}, commit {commit}; {where}."])
 
 
 def heldout_table(name: str) -> Iterator[str]:
@@ -149,7 +135,7 @@ def write_results(name: str, lines: Sequence[str]) -> None:
     page.write_text(f"{before}{mark}{inside}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
 
 
-def make(page: Path, commit: str | None) -> None:
+def make_page(page: Path, commit: str | None) -> None:
     """Run a page, and write what it shows."""
     text = page.read_text(encoding="utf-8")
     begun, used = time.perf_counter(), _cpu_seconds()
@@ -207,13 +193,11 @@ def _picture(source: Path, to: Path, width: int, height: int) -> None:
     if source.suffix != ".html":
         shutil.copy(source, to)
         return
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert program, f"{to.name} shows a page, and there is no Chromium: apt-get install chromium"
-    options = ["--headless", "--no-sandbox", "--hide-scrollbars", "--virtual-time-budget=5000"]
-    with tempfile.TemporaryDirectory() as profile:
-        command = [program, *options, f"--user-data-dir={profile}", f"--window-size={width},{height}"]
-        subprocess.run([*command, f"--screenshot={to}", source.as_uri()], check=True, capture_output=True, timeout=300)
+    assert PROGRAM, f"{to.name} shows a page, and there is no Chromium: apt-get install chromium"
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, opened_tab(Path(profile)) as tab:
+        tab.open(source.as_uri(), width, height)
+        tab.screenshot(to)
 
 
 if __name__ == "__main__":
-    main()
+    make_parts("tests.bench.figures", PARTS, make, only_named=ONLY_NAMED)

@@ -36,16 +36,11 @@ class Timings:
         self.run_peers = run_peers
         self.since: float | None = None
         self.iterations: list[float] = []
-        self.stages: dict[str, list[float]] = {"rollouts": [], "update": []}
-        self.steps: list[float] = []
-        self.least: dict[str, list[float]] = {}
 
     def __call__(self, record: "IterationRecord") -> None:
         now = time.perf_counter()
         if self.since is not None:
             self.iterations.append(now - self.since)
-            for stage, seconds in self.stages.items():
-                seconds.append(record.seconds[stage])
         self.since = now
         if record.iteration % (STEPS + 1) == 0:
             self.run_peers()
@@ -64,8 +59,8 @@ class Row:
         ours: this project's figure in each round; one entry for what does not vary.
         peer: what `theirs` is, "TRL 1.16 step"; empty without one.
         theirs: the peer's figure in each round, in the order of `ours`; empty without one.
-        at_most: the goal where less is better; None without one.
-        at_least: the goal where more is better; None without one.
+        at_most: the goal where less is better; None where more is.
+        at_least: the goal where more is better; None where less is.
     """
 
     what: str
@@ -82,12 +77,13 @@ class Row:
         return tuple(a / b for a, b in zip(self.ours, self.theirs, strict=True)) if self.theirs else ()
 
     @property
-    def met(self) -> bool | None:
-        """Whether the median reaches the goal; None without a goal."""
+    def met(self) -> bool:
+        """Whether the median reaches the goal."""
         reached = statistics.median(self.ratios or self.ours)
         if self.at_most is not None:
             return reached <= self.at_most
-        return reached >= self.at_least if self.at_least is not None else None
+        assert self.at_least is not None, f"{self.what} has no goal"
+        return reached >= self.at_least
 
 
 def alternate(rounds: int, *actions: Callable[[], object]) -> list[tuple[float, ...]]:
@@ -186,19 +182,19 @@ def read_figures() -> dict[str, Measured]:
 
 
 def tables(figures: Mapping[str, Measured]) -> str:
-    """Return a table of each part's rows that have a goal, each machine named where it first stands.
+    """Return a table of each part's rows, each machine named where it first stands.
 
     Of many figures with one goal the worst stands for all.
     """
     lines: list[str] = []
     places: set[str] = set()
     for measured in figures.values():
-        if rows := _with_worst([row for row in measured.rows if row.met is not None]):
-            place = place_of(measured.machine)
-            where = "" if place in places else f"; {place}"
-            places.add(place)
-            lines += [f"### {measured.title}", "", *markdown_table(HEADINGS, list(cells(rows))), ""]
-            lines += [f"{measured.day}, commit {measured.commit}{where}", ""]
+        place = place_of(measured.machine)
+        where = "" if place in places else f"; {place}"
+        places.add(place)
+        rows = list(cells(_with_worst(measured.rows)))
+        lines += [f"### {measured.title}", "", *markdown_table(HEADINGS, rows), ""]
+        lines += [f"{measured.day}, commit {measured.commit}{where}", ""]
     return "\n".join(lines)
 
 
@@ -216,13 +212,13 @@ def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     """Format rows under HEADINGS, as medians."""
     for row in rows:
         limit, words = (row.at_most, "at most") if row.at_most is not None else (row.at_least, "at least")
-        missed = ", missed" if row.met is False else ""
+        missed = "" if row.met else ", missed"
         yield (
             row.what,
             f"{_number(statistics.median(row.ours))} {row.unit}",
             f"{_number(statistics.median(row.theirs))} {row.unit}: {row.peer}" if row.theirs else "",
             f"{statistics.median(row.ratios):.2f}" if row.ratios else "",
-            "" if limit is None else f"{words} {_number(limit)}{'' if row.theirs else ' ' + row.unit}{missed}",
+            f"{words} {_number(limit)}{'' if row.theirs else ' ' + row.unit}{missed}",
         )
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
@@ -47,7 +46,6 @@ def measure() -> Iterator[Row]:
     yield from measure_file("64 images of 512 x 512, 256 tokens", IMAGE_ROLLOUTS, 8, 256, side=512)
     with tempfile.TemporaryDirectory() as folder:
         write_run(Path(folder), iterations=100, rows=1_000)
-        yield measure_filter(Path(folder))
         other_weights = [{"reward": name, "weight": weight} for name, weight in zip(STORED, (0.9, 0.1), strict=True)]
         yield measure_rescoring(Path(folder), "other weights", other_weights)
         partial = {"reward": "format", "name": "partial", "settings": {"mode": "partial"}}
@@ -88,31 +86,12 @@ def measure_file(what: str, schema: pa.Schema, groups: int, tokens: int, side: i
         write()
         size = sum((staged / name).stat().st_size for name in tables)
         count = sum(sum(columns["length"]) for columns in drawn)
-        if side:
-            images = sum(len(image["bytes"]) for columns in drawn for image in columns["image"])
-            yield Row(what=what, unit="bytes/image beside its PNG", ours=((size - images) / groups / SIBLINGS,))
-        else:
+        if not side:
             yield Row(what=what, unit="bytes/token", ours=(size / count,), at_most=12.0)
-        for name, ours, theirs in (
-            ("write", write, write_copy),
-            ("read", read, copy),
-        ):
+        for name, ours, theirs in (("write", write, write_copy), ("read", read, copy)):
             seconds, copied = alternate(5, ours, theirs)
             label, peer = f"{name} {what}", "a plain copy"
             yield Row(what=label, unit="s", ours=seconds, peer=peer, theirs=copied, at_most=2.0)
-
-
-def measure_filter(root: Path) -> Row:
-    """Measure how many rollouts a second a filter over all files of a run goes through."""
-    files = str(root / RUN / "iteration_*" / ROLLOUTS / "part-*.parquet")
-    shown = ("sample_id", "prompt", "completion")
-
-    def chosen() -> pl.DataFrame:
-        return pl.scan_parquet(files).filter(pl.col("finished") & (pl.col("length") < 10)).select(shown).collect()
-
-    rows = pl.scan_parquet(files).select(pl.len()).collect().item()
-    (seconds,) = alternate(5, chosen)
-    return Row(what=f"filter {rows:,} rollouts", unit="rows/s", ours=tuple(rows / each for each in seconds))
 
 
 def measure_rescoring(root: Path, name: str, rewards: Sequence[Mapping[str, Any]]) -> Row:

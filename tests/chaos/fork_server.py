@@ -4,17 +4,21 @@ Importing torch, Prefect and the models' libraries takes longer than the small r
 is the command line itself, in a session of its own, so that it and its children can be killed at once.
 
 `python -m tests.chaos.fork_server` says `{"threads": N}` once it is ready, then reads `{"arguments": [...], "output":
-FILE, ...}`, the request of `tests.chaos.command`; it answers `{"pid": N}`, and `{"pid": N, "code": C}` when that
+FILE, ...}`, the request of `grpo`; it answers `{"pid": N}`, and `{"pid": N, "code": C}` when that
 process has ended.
 """
 
+import atexit
 import gc
 import importlib
 import json
 import os
 import select
 import signal
+import sys
 import threading
+import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
 # A run imports these when it first needs them; one that is missing here costs each forked process its import.
@@ -40,7 +44,6 @@ _IMPORTED = (
     "pyarrow.dataset",
     "pyarrow.pandas_compat",
     "tasks.update.component",
-    "tests.chaos.command",
     "tests.chaos.operations",
     "transformers.models.glm_image.image_processing_glm_image",
     "transformers.models.llama.modeling_llama",
@@ -73,6 +76,37 @@ def main() -> None:
                 pid = living.pop(descriptor)
                 os.close(descriptor)
                 _say({"pid": pid, "code": os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])})
+
+
+def grpo(request: dict[str, Any], arguments: list[str]) -> NoReturn:
+    """Run the command line in this process, counting its operations; it ends with its exit code.
+
+    Args:
+        request: `root`, `fatal` (name and number of an operation, or null) and `census`, the file that receives the
+            number of operations by name at the end.
+        arguments: those of the command line.
+    """
+    from flows.command_line.main import main
+    from tests.chaos.operations import Operation, count_operations
+
+    fatal = Operation(*request["fatal"]) if request["fatal"] else None
+    counts = count_operations(request["root"], fatal)
+    sys.argv = ["grpo", *arguments]
+    code = 1
+    try:
+        main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        # A forked process must not go on as the one that forks.
+        traceback.print_exc()
+    Path(request["census"]).write_text(json.dumps(counts))
+    # What a process does when it ends, but for the taking apart of all modules, which takes seconds.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _end(living: dict[int, int]) -> NoReturn:
@@ -110,10 +144,7 @@ def _fork(request: dict[str, Any], living: dict[int, int]) -> int:
     )
     for source, target in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
-    from tests.chaos.command import grpo
-
     grpo(request, request["arguments"])
-    raise AssertionError("the command line ends its process")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes of the command line that can be killed: forked from one that has imported everything, or begun afresh."""
+"""Processes of the command line that can be killed, forked from one that has imported everything."""
 
 import contextlib
 import json
@@ -11,20 +11,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tests.chaos.operations import Operation
-
-
-class Process(Protocol):
-    """One process, the first of a group of its own."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-
-    def wait(self, seconds: float) -> int | None:
-        """Its exit code, negative for a signal; None while it lives after so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +70,12 @@ class ForkServer:
         threads = self._receive(600)["threads"]
         assert threads == 1, f"{threads} threads of Python in the process that forks"
 
-    def start(self, order: Order) -> Process:
+    def start(self, order: Order) -> "Process":
         self._send({"arguments": list(order.arguments), **order.request()})
         while True:
             said = self._receive(600)
             if "code" not in said:
-                return _Forked(said["pid"], self)
+                return Process(said["pid"], self)
             self._codes[said["pid"]] = said["code"]
 
     def code_of(self, pid: int, seconds: float) -> int | None:
@@ -121,37 +110,15 @@ class ForkServer:
 
 
 @dataclass(frozen=True)
-class _Forked:
+class Process:
+    """A forked process, the first of a group of its own."""
+
     pid: int
     server: ForkServer
 
     def wait(self, seconds: float) -> int | None:
+        """Its exit code, negative for a signal; None while it lives after so many seconds."""
         return self.server.code_of(self.pid, seconds)
-
-
-class _Fresh:
-    def __init__(self, child: subprocess.Popen[bytes]) -> None:
-        self.pid, self._child = child.pid, child
-
-    def wait(self, seconds: float) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._child.wait(seconds)
-        return None
-
-
-def start_afresh(order: Order, environment: Mapping[str, str]) -> Process:
-    """The command line in an interpreter of its own, as a person starts it."""
-    command = [sys.executable, "-m", "tests.chaos.command", json.dumps(order.request()), *order.arguments]
-    with order.output.open("wb") as output:
-        child = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    return _Fresh(child)
 
 
 def kill(process: Process, *, alone: bool) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -72,60 +73,30 @@ QUANTIZED = {
 }
 
 
-def _training(file: str, settings: Mapping[str, object], runs: Runs, run: str) -> list[str]:
+# Rollouts, advantages and updates are done in a child process, which outlives no kill.
+SUPERVISED = {**IMAGES, **{f"placement.{stage}.timeout": 300.0 for stage in ("rollouts", "advantages", "update")}}
+
+
+def _training(file: Path, settings: Mapping[str, object], runs: Runs, run: str) -> list[str]:
+    """The arguments of `grpo train` for a run of this name in a storage root."""
     values = {**settings, "storage.root": str(runs.root), "run.name": run}
     overrides = [part for name, value in values.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    return ["train", file, *overrides, "--json"]
+    return ["train", str(file), *overrides, "--json"]
 
 
-def images(runs: Runs, run: str) -> list[str]:
-    """`grpo train` of an image model."""
-    return _training(str(TINY), IMAGES, runs, run)
-
-
-def both_streams(runs: Runs, run: str) -> list[str]:
-    """`grpo train` of both halves of an image model."""
-    return _training(str(TINY), BOTH_STREAMS, runs, run)
-
-
-def offloaded(runs: Runs, run: str) -> list[str]:
-    """The same with components and moments off the device."""
-    return _training(str(TINY), OFFLOADED, runs, run)
-
-
-def nft(runs: Runs, run: str) -> list[str]:
-    """`grpo train` of a diffusers pipeline by DiffusionNFT."""
-    return _training(str(TINY_SD3_NFT), NFT, runs, run)
-
-
-def text(runs: Runs, run: str) -> list[str]:
-    """`grpo train` of a text model."""
-    return _training(str(TINY_TEXT), TEXT, runs, run)
-
-
-def quantized(runs: Runs, run: str) -> list[str]:
-    """`grpo train` of adapters over a text model in 4 bits."""
-    return _training(str(TINY_TEXT), QUANTIZED, runs, run)
-
-
-def ahead(runs: Runs, run: str) -> list[str]:
-    """`grpo train` that samples the next iteration while it updates."""
-    return _training(str(TINY), {**IMAGES, "run.staleness": 1}, runs, run)
-
-
-def supervised(runs: Runs, run: str) -> list[str]:
-    """`grpo train` whose rollouts, advantages and updates are done in a child process, which outlives no kill."""
-    limits = {f"placement.{stage}.timeout": 300.0 for stage in ("rollouts", "advantages", "update")}
-    return _training(str(TINY), {**IMAGES, **limits}, runs, run)
-
-
-def small_images(runs: Runs, run: str) -> list[str]:
-    """`grpo train` as the tests of flows call it."""
-    return _training(str(TINY), SMALL, runs, run)
+images = partial(_training, TINY, IMAGES)
+both_streams = partial(_training, TINY, BOTH_STREAMS)
+offloaded = partial(_training, TINY, OFFLOADED)
+nft = partial(_training, TINY_SD3_NFT, NFT)
+text = partial(_training, TINY_TEXT, TEXT)
+quantized = partial(_training, TINY_TEXT, QUANTIZED)
+ahead = partial(_training, TINY, {**IMAGES, "run.staleness": 1})
+supervised = partial(_training, TINY, SUPERVISED)
+small_images = partial(_training, TINY, SMALL)
 
 
 def on_pool(pool: str) -> Callable[[Runs, str], list[str]]:
-    """The same with rollouts and scores in two shards, and updates, by the workers of a pool."""
+    """A training with rollouts and scores in two shards, and updates, by the workers of a pool."""
     placed = {
         **IMAGES,
         "placement.rollouts.pool": pool,
@@ -136,4 +107,4 @@ def on_pool(pool: str) -> Callable[[Runs, str], list[str]]:
         "placement.retries.tries": 21,
         "placement.retries.delay": 0.1,
     }
-    return lambda runs, run: _training(str(TINY), placed, runs, run)
+    return partial(_training, TINY, placed)

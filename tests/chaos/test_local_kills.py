@@ -1,6 +1,5 @@
 """SIGKILL at any moment and before any operation on the disk: the run continues and ends the same."""
 
-import functools
 import os
 import random
 from itertools import islice
@@ -9,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import settings
-from tests.chaos.campaign import Campaign, Plan, random_plans, undisturbed
-from tests.chaos.processes import ForkServer, start_afresh
+from tests.chaos.campaign import Campaign, random_plans, undisturbed
+from tests.chaos.processes import ForkServer
 
 pytestmark = pytest.mark.chaos
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 KILLS = int(os.environ.get("CHAOS_KILLS", "110"))
 MAX_KILLS_PER_RUN = 20
-# Processes that are not forked take as long to start as a person's.
-FRESH_KILLS = 5
 SHARES = {"images": 0.25, "both_streams": 0.25, "nft": 0.1, "text": 0.1, "ahead": 0.2, "supervised": 0.1}
 
 
@@ -32,12 +29,3 @@ def test_killed_anywhere(kind: str, fork_server: ForkServer, tmp_path: Path) -> 
     while len(campaign.kills) < kills:
         most = min(MAX_KILLS_PER_RUN, kills - len(campaign.kills))
         campaign.one_run(islice(random_plans(rng, census), most))
-
-
-def test_commands_killed_at_any_moment(environment: dict[str, str], tmp_path: Path) -> None:
-    start = functools.partial(start_afresh, environment=environment)
-    golden, census = undisturbed(start, settings.images, tmp_path)
-    campaign, rng = Campaign(golden, settings.images, start, tmp_path), random.Random(SEED)
-    while len(campaign.kills) < FRESH_KILLS:
-        moments = (Plan(rng.uniform(0.3, 0.9) * census.seconds) for _ in range(FRESH_KILLS - len(campaign.kills)))
-        campaign.one_run(moments)

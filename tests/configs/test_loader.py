@@ -51,6 +51,12 @@ def paths_of(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
         yield from paths_of(each, (*path, key))
 
 
+def value_at(values: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        values = values[key]
+    return values
+
+
 class TestValues:
     def test_defaults_and_overrides(self, file: Path) -> None:
         overrides = ["update.learning_rate=1", "update.learning_rate=3e-4", "update.parity.max_difference=0.5"]
@@ -131,21 +137,28 @@ class TestMistakes:
         """By the file's path, whatever types are allowed there, and in the words of YAML, not of pydantic."""
         more = ["rewards.0.where={kind: [a]}", "data.prompt_column=a", "run.keep_policies={}"]
         values = read_config(file, more).model_dump(mode="json")
-        for path in paths_of(values):
-            for wrong in (1.5, "text", True, [[None]], {"x": [1]}, 10**30):
-                changed = deepcopy(values)
-                inner: Any = changed
-                for key in path[:-1]:
-                    inner = inner[key]
-                inner[path[-1]] = wrong
-                try:
-                    check_config(changed)
-                except InputError as error:
-                    for each in error.errors:
-                        assert "[" not in each.place, (path, wrong)
-                        assert not re.match("Input should|Tuple|String|Dict|Value", each.hint), (path, wrong, each.hint)
+        every = list(paths_of(values))
+        plain = [path for path in every if not isinstance(value_at(values, path), dict | list)]
+        # Several plain keys at once for what is wrong alone; each key for what other keys are compared with.
+        for wrong in (1.5, "text", True, [[None]]):
+            self._refused(dict.fromkeys(plain, wrong), values)
+        for path in every:
+            for wrong in ([[None]], {"x": [1]}, 10**30):
+                if path not in plain or wrong == 10**30:
+                    self._refused({path: wrong}, values)
         assert set(problems(file, "rewards.0.where.x=1")) == {"rewards.0.where.x"}
         assert set(problems(file, "data.prompt_column={user: 1}")) == {"data.prompt_column.user"}
+
+    def _refused(self, changes: dict[tuple[Any, ...], object], values: dict[str, Any]) -> None:
+        changed = deepcopy(values)
+        for path, wrong in changes.items():
+            value_at(changed, path[:-1])[path[-1]] = wrong
+        try:
+            check_config(changed)
+        except InputError as error:
+            for each in error.errors:
+                assert "[" not in each.place, changes
+                assert not re.match("Input should|Tuple|String|Dict|Value", each.hint), (changes, each.hint)
 
     def test_key_that_stands_twice_names_the_line(self, file: Path) -> None:
         file.write_text(MINIMAL + "data: {prompts: other.txt}\n")

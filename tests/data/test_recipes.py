@@ -1,5 +1,6 @@
 """The recipes of the shipped models: they learn, repeat to the bit, load without this project, and know their task."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,83 +51,97 @@ PROCESSOR = vision.build_processor(vision.TinyVisionRecipe())
 
 # --- the trainings
 
+# A model, the parts that its training must leave as they are, and the training.
+Training = tuple[nn.Module, Sequence[nn.Module], Callable[[trainer.ProgressCallback], object]]
 
-def train_text(folder: Path, losses: list[float]) -> None:
+
+def text_training() -> Training:
     model = text.build_model(TEXT, WORDS)
-    text.train_model(model, WORDS, TEXT, lambda *step: losses.append(step[2]))
-    text.save_tiny_text_model(model, WORDS, folder)
+    return model, (), lambda on_step: text.train_model(model, WORDS, TEXT, on_step)
 
 
-def train_vision(folder: Path, losses: list[float]) -> None:
+def vision_training() -> Training:
     model = vision.build_model(VISION, PROCESSOR)
-    vision.train_model(model, PROCESSOR, VISION, lambda *step: losses.append(step[2]))
-    vision.save_tiny_vision_model(model, PROCESSOR, folder)
+    return model, (), lambda on_step: vision.train_model(model, PROCESSOR, VISION, on_step)
 
 
-def train_sd3(folder: Path, losses: list[float]) -> None:
+def sd3_training() -> Training:
     pipeline = sd3.build_pipeline(SD3)
-    with unchanged(pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3, pipeline.vae):
-        sd3.train_transformer(pipeline, SD3, lambda *step: losses.append(step[2]))
-    pipeline.save_pretrained(folder)
+    others = (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3, pipeline.vae)
+    return pipeline.transformer, others, lambda on_step: sd3.train_transformer(pipeline, SD3, on_step)
 
 
-def train_tokens(folder: Path, losses: list[float]) -> None:
+def token_training() -> Training:
     pipeline = glm_image.build_pipeline(GLM_IMAGE)
-    model = pipeline.vision_language_encoder.model
-    with unchanged(pipeline.transformer, model.visual, model.vqmodel):
-        glm_image.train_autoregressive(pipeline, GLM_IMAGE, lambda *step: losses.append(step[2]))
-    glm_image_parts.save_tiny_model(pipeline, folder)
+    whole, model = pipeline.vision_language_encoder, pipeline.vision_language_encoder.model
+    others = (pipeline.transformer, model.visual, model.vqmodel)
+    return whole, others, lambda on_step: glm_image.train_autoregressive(pipeline, GLM_IMAGE, on_step)
 
 
-def train_decoder(folder: Path, losses: list[float]) -> None:
+def decoder_training() -> Training:
     pipeline = glm_image.build_pipeline(GLM_IMAGE)
-    with unchanged(pipeline.vision_language_encoder, pipeline.vae):
-        glm_image.train_decoder(pipeline, GLM_IMAGE, lambda *step: losses.append(step[2]))
-    glm_image_parts.save_tiny_model(pipeline, folder)
+    others = (pipeline.vision_language_encoder, pipeline.vae)
+    return pipeline.transformer, others, lambda on_step: glm_image.train_decoder(pipeline, GLM_IMAGE, on_step)
 
 
-class unchanged:
-    """Networks that a training must leave as they are."""
+def values_of(*networks: nn.Module) -> list[Tensor]:
+    return [value.clone() for network in networks for value in network.state_dict().values()]
 
-    def __init__(self, *networks: nn.Module) -> None:
-        self.networks = networks
-        self.before = [{name: value.clone() for name, value in each.state_dict().items()} for each in networks]
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        for network, before in zip(self.networks, self.before, strict=True):
-            assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
+def same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize(
     ("training", "first", "last"),
     [
-        (train_text, 5.0, 3.5),
-        (train_vision, 3.5, 2.8),
+        (text_training, 5.0, 3.5),
+        (vision_training, 3.5, 2.8),
         # The first guess is a velocity of zero: its error is the variance of noise and image together.
-        (train_sd3, 1.5, 1.3),
+        (sd3_training, 1.5, 1.3),
         # From a uniform guess over the codes to better than one over the colours that images have.
-        (train_tokens, 4.0, math.log(10)),
-        (train_decoder, 3.0, 1.9),
+        (token_training, 4.0, math.log(10)),
+        (decoder_training, 3.0, 1.9),
     ],
 )
-def test_a_training_learns_and_the_same_recipe_gives_the_same_bytes(
-    training: Callable[[Path, list[float]], None], first: float, last: float, tmp_path: Path
+def test_a_training_learns_and_the_same_recipe_makes_the_same_steps(
+    training: Callable[[], Training], first: float, last: float
 ) -> None:
-    runs: list[list[float]] = [[], []]
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    for number, losses in enumerate(runs):
-        training(tmp_path / str(number), losses)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert runs[0] == runs[1]
-    assert runs[0][0] > first
-    assert sum(runs[0][-3:]) / 3 < last
-    for file in (tmp_path / "0").rglob("*"):
-        if file.is_file():
-            assert file.read_bytes() == (tmp_path / "1" / file.relative_to(tmp_path / "0")).read_bytes(), file
+    steps: list[list[tuple[float, list[Tensor]]]] = [[], []]
+    for number, taken in enumerate(steps):
+        model, others, train = training()
+        kept = values_of(*others)
+
+        def on_step(done: int, total: int, loss: float, model: nn.Module = model, number: int = number) -> None:
+            steps[number].append((loss, values_of(model) if done == 3 else []))
+            if number and done == 3:
+                raise StopIteration
+
+        with contextlib.suppress(StopIteration):
+            train(on_step)
+        assert same(kept, values_of(*others))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert len(taken) > 3 or number
+    losses, again = ([loss for loss, _ in taken] for taken in steps)
+    assert losses[:3] == again
+    assert same(steps[0][2][1], steps[1][2][1])
+    assert losses[0] > first
+    assert sum(losses[-3:]) / 3 < last
+
+
+def test_a_saved_model_is_written_to_the_same_bytes(tmp_path: Path) -> None:
+    def save(folder: Path) -> None:
+        text.save_tiny_text_model(text.build_model(TEXT, WORDS), WORDS, folder / "text")
+        vision.save_tiny_vision_model(vision.build_model(VISION, PROCESSOR), PROCESSOR, folder / "vision")
+        glm_image_parts.save_tiny_model(glm_image.build_pipeline(GLM_IMAGE), folder / "glm")
+        sd3.build_pipeline(SD3).save_pretrained(folder / "sd3")
+
+    for name in ("a", "b"):
+        save(tmp_path / name)
+    for file in (tmp_path / "a").rglob("*.*"):
+        assert file.is_dir() or file.read_bytes() == (tmp_path / "b" / file.relative_to(tmp_path / "a")).read_bytes()
 
 
 def text_loss() -> tuple[float, list[Tensor]]:
@@ -215,7 +230,7 @@ def test_a_scene_is_asked_about_in_the_chat_template_and_has_a_token_for_each_pa
 
 
 def test_both_questions_about_an_image_are_learned_and_none_is_held_out() -> None:
-    recipe = vision.TinyVisionRecipe()
+    recipe = vision.TinyVisionRecipe(corpus_size=300)
     corpus = vision.draw_corpus(recipe)
     _, heldout = split_scenes(recipe.seed, train=0, heldout=recipe.heldout_prompts, shapes=2)
     seen = {frozenset(scene.shapes) for scene in corpus}
@@ -301,11 +316,11 @@ def test_a_shipped_model_is_small_and_names_the_recipe_of_the_source(name: str) 
 
 def heldout_captions() -> list[trainer.Quality]:
     _, scenes = split_captions(0, 0.1)
-    return [glm_image.measure_saved(MODEL, [scene.caption for scene in scenes[::5]], scenes[::5], 1.0)]
+    return [glm_image.measure_saved(MODEL, [scene.caption for scene in scenes[::9]], scenes[::9], 1.0)]
 
 
 def heldout_denoised() -> list[trainer.Quality]:
-    return [sd3.measure_saved(SD3_MODEL, split_captions(0, 0.1)[1][::3], 1.0)]
+    return [sd3.measure_saved(SD3_MODEL, split_captions(0, 0.1)[1][::6], 1.0)]
 
 
 def heldout_edits() -> list[trainer.Quality]:
@@ -314,12 +329,12 @@ def heldout_edits() -> list[trainer.Quality]:
 
 def heldout_words() -> list[trainer.Quality]:
     _, words = text.split_words(0, train=0, heldout=256)
-    return [text.measure_saved(TEXT_MODEL, words[::2], warm) for warm in (1.0, 0.1)]
+    return [text.measure_saved(TEXT_MODEL, words[::4], warm) for warm in (1.0, 0.1)]
 
 
 def heldout_images() -> list[trainer.Quality]:
     return [
-        vision.measure_saved(VISION_MODEL, vision.TinyVisionRecipe(), 2, warm, group_size=2, shift=shift)
+        vision.measure_saved(VISION_MODEL, vision.TinyVisionRecipe(heldout_prompts=32), 2, warm, shift=shift)
         for warm, shift in ((1.0, 0), (0.1, 0), (0.1, 1))
     ]
 

@@ -1,6 +1,5 @@
 """Rewards from CLIP embeddings against open_clip itself: how well an image fits its prompt, and its rating."""
 
-import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from grpo_core.rewards.embedding.clip_rewards import (
 )
 from grpo_core.rewards.reward import Reward
 from grpo_core.rewards.samples import Score, ScoringBatch
-from tests.grpo_core.rewards.conftest import flat, make_batch, make_head, noise, refusal, refused, save_changed
+from tests.grpo_core.rewards.conftest import flat, make_batch, make_head, noise, refused, save_changed
 
 PROMPTS = ("a red heart", "two blue squares", "a red heart", "nothing at all")
 
@@ -60,24 +59,6 @@ def test_scale_multiplies_and_ends_at_one(clip_score: ClipScoreReward, clip_conf
         scaled = ClipScoreReward(model=str(clip_config), weights=str(clip_weights), scale=scale).score(with_prompts())
         assert [score.raw for score in scaled] == raws
         assert [s.value for s in scaled] == pytest.approx([min(max(scale * r, 0), 1) for r in raws if r is not None])
-
-
-@pytest.mark.parametrize(("words", "long"), [(75, False), (76, True)])
-def test_long_prompts_are_cut_with_a_warning_or_refused(
-    clip_config: Path, clip_weights: Path, caplog: pytest.LogCaptureFixture, words: int, long: bool
-) -> None:
-    batch = with_prompts(("short", "cat " * words, "dog " * words))
-    settings = {"model": str(clip_config), "weights": str(clip_weights)}
-    with caplog.at_level(logging.WARNING):
-        cut = ClipScoreReward(**settings).score(batch)
-    assert ("2 of 3 prompts are longer than the 77 tokens" in caplog.text) == long
-    refusing = ClipScoreReward(**settings, long_prompts="refuse")
-    if not long:
-        assert refusing.score(batch) == cut
-        return
-    assert refusal(refusing.score, batch) == ("rewards.clip_score, sample s1", "prompt of 78 tokens")
-    beginning = with_prompts(("short", "cat " * 75, "dog " * 75))
-    assert ClipScoreReward(**settings).score(beginning) == cut
 
 
 def test_embedding_without_direction_is_a_failure(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:

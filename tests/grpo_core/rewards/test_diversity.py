@@ -72,19 +72,6 @@ def test_a_collapsed_group_has_none_and_variety_has_more(measures: list[Diversit
         assert all((score.value or 0.0) > 0.001 for score in scores[3:])
 
 
-@settings(max_examples=8, deadline=None)
-@given(order=st.permutations(range(7)))
-def test_neither_the_order_nor_the_other_groups_matter(order: list[int], measures: list[DiversityReward]) -> None:
-    images = [noise(seed, 33, 40) for seed in range(4)] + [flat(level, 33, 40) for level in (0, 90, 200)]
-    group_ids = "aaaabbb"
-    for reward in measures:
-        whole = reward.score(grouped(images, group_ids))
-        alone = [*reward.score(grouped(images[:4], "aaaa")), *reward.score(grouped(images[4:], "bbb"))]
-        assert list(whole) == alone
-        mixed = reward.score(grouped([images[row] for row in order], [group_ids[row] for row in order]))
-        assert list(mixed) == [alone[row] for row in order]
-
-
 def test_siblings_of_two_sizes_are_compared_at_the_smaller() -> None:
     board = Image.fromarray((np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)).convert("RGB")
     scores = DiversityReward().score(grouped([board, flat(128, 32, 32)], "gg"))

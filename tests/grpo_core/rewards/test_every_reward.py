@@ -1,6 +1,7 @@
 """What holds for every reward, whatever it measures."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -29,6 +30,8 @@ OF_TEXTS: Mapping[str, Mapping[str, object]] = {
     "function": {"function": "trl.rewards:think_format_reward", "conversational": True},
 }
 OF_IMAGES = sorted(REWARDS.keys() - OF_TEXTS.keys() - {*NEEDS_A_SERVER, "reward_model"})
+# Other measures of a reward, which are tried too.
+VARIANTS = {"diversity of pixels": "diversity", "diversity by lpips": "diversity"}
 IMAGES = [draw("Exit", size=96), noise(0, 96, 96), flat(255, 96, 96), noise(2, 96, 96).convert("L")]
 TARGETS = [noise(1, 96, 96), noise(1, 48, 48), flat(0, 96, 96), None]
 
@@ -49,6 +52,8 @@ def settings(
         "clip_score": clip,
         "aesthetic": {**clip, "head": str(aesthetic_head)},
         "diversity": {**clip, "measure": "clip"},
+        "diversity of pixels": {},
+        "diversity by lpips": {"measure": "lpips", "weights": str(trunk_file)},
         "pickscore": {"model": str(pickscore_folder)},
         "hpsv2": {"model": str(hpsv2_config), "weights": str(hpsv2_weights)},
         **OF_TEXTS,
@@ -67,15 +72,15 @@ def batch_of(reward: Reward) -> ScoringBatch:
 
 def forget(reward: Reward) -> None:
     """Empty what a model remembers of the images."""
-    if isinstance(reward, ClipReward):
+    if isinstance(reward, ClipReward) and getattr(reward, "measure", "clip") == "clip":
         load_clip(reward)._embeddings.clear()
 
 
-@pytest.mark.parametrize("name", [*OF_IMAGES, *OF_TEXTS])
+@pytest.mark.parametrize("name", [*OF_IMAGES, *VARIANTS, *OF_TEXTS])
 def test_a_score_depends_on_its_sample_and_siblings_alone(
     name: str, settings: Mapping[str, Mapping[str, object]]
 ) -> None:
-    reward = build_reward(name, settings.get(name, {}))
+    reward = build_reward(VARIANTS.get(name, name), settings.get(name, {}))
     batch = batch_of(reward)
     together = list(reward.score(batch))
     assert len({score.raw for score in together}) > 1
@@ -86,6 +91,21 @@ def test_a_score_depends_on_its_sample_and_siblings_alone(
     forget(reward)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert list(reward.score(batch.select([3, 2, 1, 0]))) == together[::-1]
+
+
+@pytest.mark.parametrize("name", ["clip_score", "pickscore", "hpsv2"])
+def test_long_prompts_are_cut_with_a_warning_or_refused(
+    name: str, settings: Mapping[str, Mapping[str, object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    reward, refusing = (build_reward(name, {**settings[name], "long_prompts": each}) for each in ("cut", "refuse"))
+    images = [noise(seed, 64, 64) for seed in range(3)]
+    whole, long = (make_batch(images, prompts=["s", "a " * words, "b " * words]) for words in (75, 76))
+    with caplog.at_level(logging.WARNING):
+        assert reward.score(whole) == refusing.score(whole)
+        assert "longer than" not in caplog.text
+        assert reward.score(long) == reward.score(whole)
+    assert "2 of 3 prompts are longer than the 77 tokens" in caplog.text
+    assert refusal(refusing.score, long) == (f"rewards.{name}, sample s1", "prompt of 78 tokens")
 
 
 @pytest.mark.parametrize("name", OF_IMAGES)

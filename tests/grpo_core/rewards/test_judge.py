@@ -210,6 +210,8 @@ def test_preflight(stub: Stub, closed_url: str) -> None:
         ('{"score": true}', None),
         ('{"score": null}', None),
         ('{"score": "7/10"}', None),
+        ('{"score": "1_0"}', None),
+        ('{"score": "\uff11\uff10"}', None),
         ('{"score": NaN}', None),
         ('{"score": "inf"}', None),
         ('{"score": 1e999}', None),

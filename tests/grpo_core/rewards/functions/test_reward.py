@@ -151,14 +151,6 @@ def test_every_function_of_trl_gives_its_own_numbers(name: str, arguments: dict[
     assert got == pytest.approx(expected, abs=1e-7)
 
 
-def test_every_reward_of_trl_is_tried() -> None:
-    tried = {"think_format_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment"}
-    tried |= {"accuracy_reward", "reasoning_accuracy_reward", "get_cosine_scaled_reward"}
-    assert {name for name in dir(trl.rewards) if "reward" in name or "punish" in name} >= tried
-    public = set(trl.rewards._import_structure["other_rewards"]) | set(trl.rewards._import_structure["format_rewards"])
-    assert public | set(trl.rewards._import_structure["accuracy_rewards"]) == tried
-
-
 def test_a_function_that_lacks_its_package_says_so_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy_rewards, "is_math_verify_available", lambda: False)
     reward = FunctionReward(function="trl.rewards:accuracy_reward")

@@ -27,26 +27,25 @@ def test_small_print_in_two_rows_is_read_row_by_row() -> None:
     assert ENGINE.read(image) == ("Tea", "Bar")
 
 
+def test_two_signs_side_by_side_are_read_row_by_row() -> None:
+    image = Image.new("RGB", (320, 160), "white")
+    image.paste(draw("Grand", "Opening", size=150), (0, 5))
+    image.paste(draw("Half", "Price", size=150), (170, 5))
+    assert ENGINE.read(image) == ("Grand", "Half", "Opening", "Price")
+
+
 def test_nothing_is_read_off_a_blank_image() -> None:
     assert ENGINE.read(flat(255, 64, 64)) == ()
     assert ENGINE.read(flat(0, 1, 1)) == ()
 
 
-def test_one_engine_does_not_change_what_another_reads() -> None:
-    upright = draw("Library")
-    turned = upright.rotate(180)
-    assert ENGINE.read(turned) == (unread("Library"),)
-    assert TURNING.read(turned) == ("Library",)
-    assert ENGINE.read(turned) == (unread("Library"),)
-    assert ENGINE.read(upright) == ("Library",)
-
-
-def test_only_the_lines_that_stand_upright_are_accepted() -> None:
+def test_only_the_lines_that_stand_upright_are_accepted_whatever_another_engine_reads() -> None:
     image = Image.new("RGB", (128, 256), "white")
     image.paste(draw("Bread", size=128), (0, 0))
     image.paste(draw("Danger", size=128).rotate(180), (0, 128))
     assert ENGINE.read(image) == ("Bread", unread("Danger"))
     assert TURNING.read(image) == ("Bread", "Danger")
+    assert ENGINE.read(image) == ("Bread", unread("Danger"))
 
 
 @pytest.mark.parametrize("degrees", [90, -90])
@@ -160,7 +159,7 @@ def test_writing_that_reads_both_ways(upright: str, turned: str, both: bool) -> 
 
 @pytest.mark.parametrize("size", [(512, 128), pytest.param((512, 512), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "text", ["NOON", "up", "O", *(pytest.param(text, marks=pytest.mark.slow) for text in ("NO ON", "SIS", "ZOOS"))]
+    "text", ["NOON", *(pytest.param(text, marks=pytest.mark.slow) for text in ("up", "O", "NO ON", "SIS", "ZOOS"))]
 )
 def test_upright_writing_that_reads_both_ways_is_not_passed_over(text: str, size: tuple[int, int]) -> None:
     font = ImageFont.truetype(str(LATIN[1]), 64)
