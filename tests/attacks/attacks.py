@@ -173,17 +173,11 @@ def _writing() -> dict[str, tuple[Image.Image, float]]:
     spam = {
         "written again": upright,
         "upside down": upright.rotate(180),
-        "mirrored": ImageOps.mirror(upright),
-        "upside down and mirrored": ImageOps.flip(upright),
         "turned a quarter to the left": word(TEXT, 26).rotate(90, expand=True),
-        "turned a quarter to the right": word(TEXT, 26).rotate(-90, expand=True),
-        "slanting": upright.rotate(20, expand=True, fillcolor="white").resize((130, 90)),
         "faint": word(TEXT, ink="#ececec"),
-        "of another text": word("LOST"),
         "punctuation": word("!?!?"),
     }
     images = {
-        "the text, and sixty lines of it in small print": (beside(5, [TEXT] * 60), 0.2),
         "the text, and small print from edge to edge": (beside(5, [f"{TEXT} " * 25] * 60), 0.1),
         "the text, and eight lines of Cyrillic": (beside(30, ["ПРОДАЖА ЖИЛЬЯ ДЁШЕВО"] * 8), 0.1),
         "the text before two giant letters": (before_giants(), 0.7),

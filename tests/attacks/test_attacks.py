@@ -6,20 +6,8 @@ from grpo_core.rewards.registry import REWARDS
 from tests.attacks.attacks import NOT_ATTACKED, Attack, all_attacks
 
 ATTACKS = all_attacks()
-TIMES = "the text, and twelve times "
-VARIANTS = {
-    f"{TIMES}{variant}"
-    for variant in (
-        "mirrored",
-        "upside down and mirrored",
-        "turned a quarter to the right",
-        "turned a quarter to the left",
-        "slanting",
-        "faint",
-        "of another text",
-        "written again",
-    )
-} | {"the text, and sixty lines of it in small print", "the text, and twelve scribbles"}
+TILES = ("faint", "turned a quarter to the left", "written again", "upside down", "punctuation")
+VARIANTS = {f"the text, and twelve times {tile}" for tile in TILES} | {"the text, and twelve scribbles"}
 """Writing that is read, or passed over, like that of another attack."""
 
 
@@ -27,7 +15,7 @@ def to_try() -> Iterator[object]:
     """Yield the attacks that may fail, which one that may reach everything cannot."""
     for attack in ATTACKS:
         if attack.at_most != 1.0:
-            marks = [pytest.mark.slow] if attack.what in VARIANTS else []
+            marks = [pytest.mark.slow] if attack.what in VARIANTS and not attack.settings else []
             yield pytest.param(attack, id=f"{attack.scored_by}: {attack.what}", marks=marks)
 
 

@@ -244,6 +244,9 @@ ALLOWED: dict[str, list[str]] = {
         "rollout.sde_window_range=[0, 9]; rollout.sde_window_size=9; rollout.top_p=0.9",
         "policy.denoising_lora={rank: 8, targets: attn}",
     ],
+    "pipeline nft": ["update.timesteps_per_image=10"],
+    "decoder nft": [],
+    "both nft": [],
 }
 
 

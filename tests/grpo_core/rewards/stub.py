@@ -107,26 +107,15 @@ def as_the_hub(requested: Asked, files: Mapping[str, bytes] | None = None) -> Re
     """Answer like the Hub for one open repository: one file of any name, or a model of these files."""
     refusals: Mapping[str, tuple[int, str]] = {
         "/closed/net/": (403, "GatedRepo"),
-        "/nobody/net/": (404, "RepoNotFound"),
-        "/makers/net/resolve/no-branch": (404, "RevisionNotFound"),
         "/makers/net/resolve/main/no-file": (404, "EntryNotFound"),
-        "/broken/net/": (500, ""),
     }
     path = requested.path.partition("?")[0]
     for start, (status, code) in refusals.items():
         if path.startswith(start):
             return Reply(b"", status, {"X-Error-Code": code})
-    sizes = {name: len(content) for name, content in (files or {}).items()}
-    if "/tree/" in path:
-        if "additional_chat_templates" in path:
-            return Reply(b"", 404, {"X-Error-Code": "EntryNotFound"})
-        return Reply([{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()])
-    if path.startswith("/api/"):
-        siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
-        return Reply({"id": "makers/net", "sha": COMMIT, "siblings": siblings})
-    content = CONTENT if files is None else files[path.rpartition("/")[2]]
-    digest = hashlib.sha256(content).hexdigest()
-    return Reply(content, headers={"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT}, drop=path.startswith("/gone/"))
+    if files is None and not path.startswith("/api/"):
+        return _file(CONTENT, drop=path.startswith("/gone/"))
+    return _repository("makers/net", files or {}, path.removeprefix("/api/models"))
 
 
 def as_a_gated_repository(files: Mapping[str, bytes], requested: Asked, *, consent: bool = True) -> Reply:
@@ -136,18 +125,23 @@ def as_a_gated_repository(files: Mapping[str, bytes], requested: Asked, *, conse
         return Reply(b"", 404, {"X-Error-Code": "RepoNotFound"})
     if not consent and ("/auth-check" in path or "/resolve/" in path):
         return Reply(b"", 403, {"X-Error-Code": "GatedRepo"})
+    return _repository("someone/model", files, path, gated="auto")
+
+
+def _repository(name: str, files: Mapping[str, bytes], path: str, **more: object) -> Reply:
     sizes = {name: len(content) for name, content in files.items()}
-    if "/tree/" in path:
-        if "additional_chat_templates" in path:
-            return Reply(b"", 404, {"X-Error-Code": "EntryNotFound"})
+    if "/tree/" in path and "additional_chat_templates" not in path:
         return Reply([{"type": "file", "path": name, "size": size, "oid": name} for name, size in sizes.items()])
-    if "/resolve/" not in path:
+    if "/tree/" not in path and "/resolve/" not in path:
         siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
-        return Reply({"id": "someone/model", "sha": COMMIT, "gated": "auto", "siblings": siblings})
-    content = files.get(path.split("/resolve/")[1].partition("/")[2])
-    if content is None:
-        return Reply(b"", 404, {"X-Error-Code": "EntryNotFound"})
-    return Reply(content, headers={"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT})
+        return Reply({"id": name, "sha": COMMIT, "siblings": siblings, **more})
+    content = files.get(path.partition("/resolve/")[2].partition("/")[2])
+    return Reply(b"", 404, {"X-Error-Code": "EntryNotFound"}) if content is None else _file(content)
+
+
+def _file(content: bytes, *, drop: bool = False) -> Reply:
+    digest = hashlib.sha256(content).hexdigest()
+    return Reply(content, headers={"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT}, drop=drop)
 
 
 def reach(stub: Stub, patch: pytest.MonkeyPatch) -> None:

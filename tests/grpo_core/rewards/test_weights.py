@@ -17,7 +17,6 @@ from tests.grpo_core.rewards.stub import (
     CONTENT,
     DIGEST,
     NET,
-    Reply,
     Stub,
     as_the_hub,
     reach,
@@ -108,10 +107,7 @@ class TestFiles:
         ("source", "cause"),
         [
             ("hf://closed/net/net.pth", huggingface_hub.errors.GatedRepoError),
-            ("hf://nobody/net/net.pth", huggingface_hub.errors.RepositoryNotFoundError),
-            ("hf://makers/net/net.pth@no-branch", huggingface_hub.errors.RevisionNotFoundError),
             ("hf://makers/net/no-file.pth", huggingface_hub.errors.RemoteEntryNotFoundError),
-            ("hf://broken/net/net.pth", Exception),
             ("hf://gone/net/net.pth", Exception),
         ],
     )
@@ -119,15 +115,6 @@ class TestFiles:
         error = refused(weights(source).path)
         assert (error.place, error.value) == (PLACE, source)
         assert isinstance(error.__cause__, cause)
-
-    def test_a_hub_that_cannot_be_reached_or_hangs_up_over_a_file(
-        self, hub: Stub, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        hub.respond = lambda requested: Reply(drop=True) if requested.method == "GET" else as_the_hub(requested)
-        reachable = huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE
-        for template in (reachable, "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"):
-            monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-            assert refused(weights("hf://makers/net/net.pth").path).place == PLACE
 
 
 class TestModels:
