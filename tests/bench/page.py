@@ -77,13 +77,17 @@ class Row:
         return tuple(a / b for a, b in zip(self.ours, self.theirs, strict=True)) if self.theirs else ()
 
     @property
+    def limit(self) -> float:
+        """The goal, whichever is given."""
+        limit = self.at_most if self.at_most is not None else self.at_least
+        assert limit is not None, f"{self.what} has no goal"
+        return limit
+
+    @property
     def met(self) -> bool:
         """Whether the median reaches the goal."""
         reached = statistics.median(self.ratios or self.ours)
-        if self.at_most is not None:
-            return reached <= self.at_most
-        assert self.at_least is not None, f"{self.what} has no goal"
-        return reached >= self.at_least
+        return reached <= self.limit if self.at_most is not None else reached >= self.limit
 
 
 def alternate(rounds: int, *actions: Callable[[], object]) -> list[tuple[float, ...]]:
@@ -211,14 +215,14 @@ def _with_worst(rows: Sequence[Row]) -> list[Row]:
 def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     """Format rows under HEADINGS, as medians."""
     for row in rows:
-        limit, words = (row.at_most, "at most") if row.at_most is not None else (row.at_least, "at least")
+        words = "at most" if row.at_most is not None else "at least"
         missed = "" if row.met else ", missed"
         yield (
             row.what,
             f"{_number(statistics.median(row.ours))} {row.unit}",
             f"{_number(statistics.median(row.theirs))} {row.unit}: {row.peer}" if row.theirs else "",
             f"{statistics.median(row.ratios):.2f}" if row.ratios else "",
-            f"{words} {_number(limit)}{'' if row.theirs else ' ' + row.unit}{missed}",
+            f"{words} {_number(row.limit)}{'' if row.theirs else ' ' + row.unit}{missed}",
         )
 
 
