@@ -106,9 +106,7 @@ def _heldout_iou(trainer: Any, config: RunConfig, shapes: int) -> float:
         return measure_saved(Path(folder), RECIPE, shapes, 1.0, group_size=size).reward
 
 
-def draw(
-    ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]], title: str, file: str, *names: str
-) -> None:
+def draw(ours: Sequence[Curve], theirs: Sequence[Curve], title: str, file: str) -> None:
     """Plot the rewards of each seed as a thin line and their mean as a thick one, into a file of docs/."""
     import matplotlib
 

@@ -182,8 +182,9 @@ def _resident_mb(name: str) -> float:
 def _our_update(folder: str) -> Callable[[], None]:
     torch.set_num_threads(1)
     settings, cpu = CausalLMSettings(max_completion_length=LENGTH), torch.device("cpu")
-    choice = {"tokens": TrainingChoice(lora=None)}
-    policy = CausalLMPolicy.load(f"{folder}/model", settings, choice, dtype=torch.float32, device=cpu)
+    policy = CausalLMPolicy.load(
+        f"{folder}/model", settings, {"tokens": TrainingChoice(lora=None)}, dtype=torch.float32, device=cpu
+    )
     ids = _completions()
     tokens = TokenBatch((PROMPT,) * ROWS, ids, torch.ones_like(ids, dtype=torch.bool), 1.0)
     policy.prepare_for_update()

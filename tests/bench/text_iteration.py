@@ -139,7 +139,7 @@ def _least(config: RunConfig) -> list[float]:
     """Seconds of generate() and of the passes over its rows, as many as the flow has counted iterations."""
     torch.set_num_threads(1)
     model, tokenizer = _loaded(config.policy.model)
-    rollout, update = config.rollout, config.update
+    rollout, microbatch = config.rollout, config.updates["tokens"].micro_batch_size
     prompts = read_prompts(str(config.data.prompts)).prompts[: rollout.prompts_per_iteration]
     rows = [[{"role": "user", "content": each.text}] for each in prompts for _ in range(rollout.group_size)]
     encoded = tokenizer.apply_chat_template(
@@ -150,7 +150,7 @@ def _least(config: RunConfig) -> list[float]:
     for _ in range(STEPS + 1):
         begun = time.perf_counter()
         ids = model.generate(**encoded, do_sample=True, top_k=0, max_new_tokens=LENGTH)
-        for part in ids.split(update.micro_batch_size):
+        for part in ids.split(microbatch):
             mask = (part != tokenizer.pad_token_id).long()
             logits = model(input_ids=part, attention_mask=mask, logits_to_keep=part.shape[1] - width + 1).logits
             chosen = logits[:, :-1].log_softmax(-1).gather(-1, part[:, width:, None])
