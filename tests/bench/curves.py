@@ -106,7 +106,13 @@ def _heldout_iou(trainer: Any, config: RunConfig, shapes: int) -> float:
         return measure_saved(Path(folder), RECIPE, shapes, 1.0, group_size=size).reward
 
 
-def draw(ours: Sequence[Curve], theirs: Sequence[Curve], title: str, file: str) -> None:
+def draw(
+    ours: Sequence[Sequence[float]],
+    theirs: Sequence[Sequence[float]],
+    title: str,
+    file: str,
+    names: tuple[str, str] = ("this project", "TRL 1.16 GRPOTrainer"),
+) -> None:
     """Plot the rewards of each seed as a thin line and their mean as a thick one, into a file of docs/."""
     import matplotlib
 
@@ -114,11 +120,11 @@ def draw(ours: Sequence[Curve], theirs: Sequence[Curve], title: str, file: str) 
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.0), dpi=150)
-    for curves, name, colour in ((ours, "this project", "#0b6e4f"), (theirs, "TRL 1.16 GRPOTrainer", "#c8553d")):
-        places = range(1, len(curves[0].rewards) + 1)
+    for curves, name, colour in ((ours, names[0], "#0b6e4f"), (theirs, names[1], "#c8553d")):
+        places = range(1, len(curves[0]) + 1)
         for curve in curves:
-            axes.plot(places, curve.rewards, color=colour, linewidth=0.8, alpha=0.35)
-        means = [statistics.fmean(values) for values in zip(*(curve.rewards for curve in curves), strict=True)]
+            axes.plot(places, curve, color=colour, linewidth=0.8, alpha=0.35)
+        means = [statistics.fmean(values) for values in zip(*curves, strict=True)]
         axes.plot(places, means, color=colour, linewidth=2.2, label=name)
     axes.set(xlabel="iteration", ylabel="mean training reward", title=f"{title}, {len(ours)} seeds each")
     axes.grid(alpha=0.25)
@@ -141,7 +147,7 @@ def table(name: str) -> list[str]:
     for seed in SEEDS:
         ours.append(train_here(what, seed))
         theirs.append(train_with_trl(what, seed))
-    draw(ours, theirs, what.title, what.figure)
+    draw([curve.rewards for curve in ours], [curve.rewards for curve in theirs], what.title, what.figure)
     headings = ["", "mean reward, first 3 iterations", "last 5, seeds 0, 1, 2"]
     if what.shapes:
         headings += ["held-out IoU before", "after 100 iterations", "CPU seconds"]

@@ -21,7 +21,7 @@ from tasks.reports.text import markdown_table
 from tasks.rollouts.vllm_server import VllmServer
 from tasks.runs.layout import ADVANTAGES, REWARDS, ROLLOUTS, UPDATE
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.bench.curves import SEEDS, first_and_last, metric_of
+from tests.bench.curves import SEEDS, draw, first_and_last, metric_of
 from tests.flows.engines.served import ADAPTERS, RANK, build_qwen, float32_options, server_words
 
 SECONDS_TO_START = 1800.0
@@ -74,7 +74,7 @@ def metrics_of(engine: str, seed: int, model: Path, root: str, url: str) -> dict
 
 
 def table(name: str) -> list[str]:
-    """Train in turn, and return the table."""
+    """Train in turn, draw docs/engine_curves.png, and return the table."""
     torch.set_num_threads(1)
     runs: dict[str, list[dict[str, list[float]]]] = {"policy": [], "vllm": []}
     with tempfile.TemporaryDirectory() as root:
@@ -86,6 +86,8 @@ def table(name: str) -> list[str]:
                     begun = time.perf_counter()
                     done.append(metrics_of(engine, seed, model, root, url))
                     print(f"{engine}, seed {seed}: {time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+    policy, vllm = ([each["reward"] for each in done] for done in runs.values())
+    draw(policy, vllm, "Qwen3 of 0.4 M with LoRA", "engine_curves.png", NAMES)
     headings = ("", "first 3 iterations", "last 5, by seed", "largest difference of log-probs", *SHARES)
     return list(
         markdown_table(headings, [_cells(each, runs[engine]) for engine, each in zip(runs, NAMES, strict=True)])
