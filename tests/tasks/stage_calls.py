@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from PIL import Image
 
 from configs.placement import PlacementSection
 from configs.rollouts import GlmImageRolloutSection
@@ -44,7 +45,6 @@ def read(path: str | Path, **options: Any) -> tuple[Prompt, ...]:
 
 
 def parquet_bytes(rows: Any) -> bytes:
-    """The Parquet file of what polars makes a frame of."""
     buffer = io.BytesIO()
     pl.DataFrame(rows).write_parquet(buffer)
     return buffer.getvalue()
@@ -71,6 +71,18 @@ def base() -> PolicyRef:
     return PolicyRef(version=0, digest=spec().digest)
 
 
+def png(shade: int = 0, size: tuple[int, int] = (6, 4), mode: str = "RGB", kind: str = "PNG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, size, shade if mode not in ("RGB", "CMYK") else (shade,) * len(mode)).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def round_of(prompts: Sequence[DrawnPrompt], **changes: Any) -> RolloutPlan:
+    """The plan of the first round of the first iteration, with these changes."""
+    usual = {"seed": 11, "iteration": 1, "sampling_round": 1, "images_of_samples": (1, 1)}
+    return plan_round(prompts, **{**usual, "shared_noise": True, "window_start": None, **changes})
+
+
 def plan(
     iteration: int = 1,
     sampling_round: int = 1,
@@ -82,15 +94,7 @@ def plan(
         DrawnPrompt(dataset, Prompt(f"id{i}", text, {"note": i}), target)
         for i, (dataset, text, target) in enumerate(zip(datasets, texts, targets, strict=True))
     ]
-    return plan_round(
-        prompts,
-        seed=11,
-        iteration=iteration,
-        sampling_round=sampling_round,
-        images_of_samples=(1, 1),
-        shared_noise=True,
-        window_start=None,
-    )
+    return round_of(prompts, iteration=iteration, sampling_round=sampling_round)
 
 
 def collect(

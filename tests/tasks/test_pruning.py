@@ -1,12 +1,9 @@
 """Pruning: images and states deleted from rollouts, and writes that nothing waits for."""
 
 import os
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pytest
 
@@ -51,14 +48,6 @@ def write_rollouts(folder: Path) -> str:
     return " ".join(writer.close() for writer in writers)
 
 
-@pytest.fixture(params=["local", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ArtifactStore]:
-    yield ArtifactStore(str(tmp_path / "runs") if request.param == "local" else "memory://pruning", "run")
-    memory = fsspec.filesystem("memory")
-    if memory.exists("/pruning"):
-        memory.rm("/pruning", recursive=True)
-
-
 class TestParts:
     @pytest.mark.parametrize("part", [IMAGES_REMOVED, STATES_REMOVED])
     def test_its_files_alone_are_deleted(self, store: ArtifactStore, tmp_path: Path, part: str) -> None:
@@ -90,27 +79,6 @@ class TestParts:
             "on": "2026-01-02",
         }
         assert store.pruned_reason(first) == found.manifest.pruned
-
-    def test_a_deletion_that_was_cut_short_is_finished(
-        self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        remove = type(store.filesystem).rm_file
-
-        def interrupted(filesystem: Any, path: str) -> None:
-            if "states" in path:
-                raise KeyboardInterrupt
-            remove(filesystem, path)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(type(store.filesystem), "rm_file", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                delete_part(store, commit(store, with_states=True), STATES_REMOVED, "grpo prune", DAY)
-        half = find(store)
-        assert (half.half_pruned, half.removed) == (True, ("states",))
-        delete_part(store, half, STATES_REMOVED, "another", DAY + timedelta(days=9))
-        done = find(store)
-        assert (done.half_pruned, done.manifest.pruned) == (False, half.manifest.pruned)
-        assert not store.filesystem.exists(store.path(f"{FOLDER}/{STATES_FILE.format(0, 0)}"))
 
     def test_no_reward_scores_what_has_no_image(self, tmp_path: Path) -> None:
         write_rollouts(tmp_path)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import replace
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from configs.training import MismatchSection, ParitySection, ReferenceSection
 from grpo_core.parity import ParityTolerance
 from grpo_core.rewards.image_statistics import JpegReward
 from tasks.prompts.targets import TargetReference
-from tasks.storage.artifacts.reference import PolicyRef, StaleReferenceError
-from tasks.storage.artifacts.store import ArtifactStore
-from tests.tasks.reports.made_runs import flip_last_byte
+from tasks.runs.layout import SamplingRound
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.tasks.stage_calls import (
     MIX,
     ROLLOUT,
@@ -39,6 +39,25 @@ from tests.tasks.stage_calls import (
 )
 
 
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> tuple[ArtifactStore, SamplingRound]:
+    """A run of which the first stages are done."""
+    store = ArtifactStore(str(tmp_path_factory.mktemp("sampled")), "run")
+    use_store(store)
+    return store, score(collect(base(), plan()))
+
+
+@pytest.fixture
+def scored(store: ArtifactStore, sampled: tuple[ArtifactStore, SamplingRound]) -> SamplingRound:
+    shutil.copytree(sampled[0].path(), store.path())
+    return sampled[1]
+
+
+@pytest.fixture
+def rollouts(scored: SamplingRound) -> ArtifactRef:
+    return scored.rollouts
+
+
 def test_one_iteration_done_twice_writes_the_same(store: ArtifactStore) -> None:
     first, second = [], []
     for results in (first, second):
@@ -46,7 +65,6 @@ def test_one_iteration_done_twice_writes_the_same(store: ArtifactStore) -> None:
         scored = score(rollouts)
         advantages = compare(scored)
         policy = update(base(), rollouts, advantages)
-        assert policy.checkpoint is not None
         results += [rollouts, scored.rewards["jpeg"], advantages, policy.checkpoint]
         # Between the two, the weights held are those of version 1, and other rollouts have been drawn.
         collect(policy, plan(2))
@@ -63,8 +81,8 @@ def test_one_iteration_done_twice_writes_the_same(store: ArtifactStore) -> None:
     )
 
 
-def test_rows_name_their_seeds_and_settings(store: ArtifactStore) -> None:
-    rows = pl.read_parquet(store.local_files(collect(base(), plan())) / "part-*.parquet").to_dicts()
+def test_rows_name_their_seeds_and_settings(store: ArtifactStore, rollouts: ArtifactRef) -> None:
+    rows = pl.read_parquet(store.local_files(rollouts) / "part-*.parquet").to_dicts()
     requested = {
         name: (seed, noise)
         for group in plan().groups
@@ -81,47 +99,27 @@ def test_rows_name_their_seeds_and_settings(store: ArtifactStore) -> None:
         assert json.loads(row["columns"]) in ({"note": 0}, {"note": 1})
 
 
-def test_damaged_input_is_refused_by_name_and_quarantined(store: ArtifactStore) -> None:
-    rollouts = collect(base(), plan())
-    flip_last_byte(Path(store.path(f"{rollouts.folder}/part-00000.parquet")))
-    with pytest.raises(StaleReferenceError, match=r"iteration_000001/rollouts: part-00000\.parquet"):
-        score(rollouts)
-    assert store.find(rollouts.folder) is None
-    assert store.find("iteration_000001/rewards/jpeg") is None
-
-
-def test_rollouts_of_another_policy_are_refused(store: ArtifactStore) -> None:
-    rollouts = collect(base(), plan())
-    advantages = compare(score(rollouts))
+def test_rollouts_of_another_policy_are_refused(store: ArtifactStore, scored: SamplingRound) -> None:
+    advantages = compare(scored)
     other = PolicyRef(version=1, digest="e" * 64)
     with pytest.raises(ValueError, match=r"sampled by policy .* not by version 1"):
-        update(other, rollouts, advantages)
+        update(other, scored.rollouts, advantages)
     assert store.find("policies/000002") is None
 
 
-ROUNDED = ParityTolerance(0.7, 0.03, rounding=0.01)
-
-
-@pytest.mark.parametrize(
-    ("policy", "tolerance"),
-    [
-        ({"dtype": "float32"}, ParityTolerance(1e-3, 1e-4)),
-        ({"dtype": "bfloat16"}, ROUNDED),
-        ({"dtype": "float32", "autocast": "bfloat16"}, ROUNDED),
-    ],
-)
-def test_the_parity_tolerance_follows_the_precision(policy: dict[str, Any], tolerance: ParityTolerance) -> None:
-    in_fp32 = PolicySection(model="m", **policy).in_fp32
-    assert ParitySection().tolerance("tokens", in_fp32=in_fp32, rounding=ROUNDED) == tolerance
-    configured = ParitySection(max_difference=0.5).tolerance("tokens", in_fp32=in_fp32, rounding=ROUNDED)
-    assert configured == replace(tolerance, max_difference=0.5)
+def test_the_parity_tolerance_of_tokens_follows_the_precision() -> None:
+    sections: list[dict[str, Any]] = [{}, {"dtype": "bfloat16"}, {"autocast": "bfloat16"}]
+    precisions = [PolicySection(model="m", **{"dtype": "float32", **section}).in_fp32 for section in sections]
+    assert precisions == [True, False, False]
+    assert ParitySection().tolerance("tokens", in_fp32=True) == ParityTolerance(1e-3, 1e-4)
+    assert ParitySection(max_difference=0.5).tolerance("tokens", in_fp32=True) == ParityTolerance(0.5, 1e-4)
 
 
 def test_an_image_with_broken_pixels_gets_the_lowest_score(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    store: ArtifactStore, rollouts: ArtifactRef, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By every reward that applies to it; the first prompt has a target to compare with, the second none."""
-    whole = table_of(store, collect(base(), plan()))
+    whole = table_of(store, rollouts)
     content = whole["image"][0]["bytes"]
     (tmp_path / "target.png").write_bytes(content)
     target = TargetReference(str(tmp_path / "target.png"), hashlib.sha256(content).hexdigest())
@@ -157,8 +155,9 @@ def test_an_image_with_broken_pixels_gets_the_lowest_score(
     assert min(advantages[::2]) > 0 > max(advantages[1::2])
 
 
-def test_samples_without_a_reward_are_left_out(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollouts = collect(base(), plan())
+def test_unrated_samples_are_left_out(
+    store: ArtifactStore, rollouts: ArtifactRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_name = {"i000001.p0000.s00": 1.0, "i000001.p0000.s01": 0.0}
     monkeypatch.setattr(JpegReward, "score", scoring(by_name.get))
     advantages = compare(score(rollouts))
@@ -167,7 +166,6 @@ def test_samples_without_a_reward_are_left_out(store: ArtifactStore, monkeypatch
     assert advantages.metrics["advantage/mean"] == pytest.approx(table["advantage"].mean())
     assert advantages.metrics["advantage/std"] == pytest.approx(table["advantage"].std())
     policy = update(base(), rollouts, advantages)
-    assert policy.checkpoint is not None
     assert policy.checkpoint.rows == 2
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: None))
     nothing = compare(score(rollouts))
@@ -185,15 +183,13 @@ def test_a_cut_distribution_is_stored_and_scored_over_the_same_ids(store: Artifa
             assert token in row["support_ids"][start : start + count]
             start += count
     policy = update(base(), rollouts, compare(score(rollouts)))
-    assert policy.checkpoint is not None
     assert policy.checkpoint.metrics["sampling/sampling_logp_difference/max"] < 1e-4
 
 
-def test_a_kl_in_the_reward_needs_reference_logprobs_with_the_rollouts(store: ArtifactStore) -> None:
-    without = collect(base(), plan())
+def test_a_kl_in_the_reward_needs_reference_logprobs(store: ArtifactStore, scored: SamplingRound) -> None:
     with pytest.raises(ValueError, match=r"advantages\.kl_coef needs the reference's log-probs"):
-        compare(score(without), kl_coef=0.5)
-    first = update(base(), without, compare(score(without)))
+        compare(scored, kl_coef=0.5)
+    first = update(base(), scored.rollouts, compare(scored))
     rollouts = collect(first, plan(2), with_reference=True)
     scored = score(rollouts)
     advantages = compare(scored, kl_coef=0.5)
@@ -220,10 +216,12 @@ def test_a_policy_is_its_own_reference_exactly(store: ArtifactStore, monkeypatch
     assert advantages.metrics["groups_dropped"] == 2.0
 
 
-def test_a_later_round_joins_the_groups_of_the_first(store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_round_joins_the_first(
+    store: ArtifactStore, rollouts: ArtifactRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_name = {"i000001.p0000.s00": 1.0, "i000001.d02.p0001.s01": 1.0}
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: by_name.get(name, 0.0)))
-    first, second = collect(base(), plan()), collect(base(), plan(sampling_round=2))
+    first, second = rollouts, collect(base(), plan(sampling_round=2))
     rounds = (score(first), score(second, "iteration_000001/round_02"))
     dropped = compare_rounds(rounds, "iteration_000001/round_02", constant_groups="redraw")
     assert (dropped.metrics["groups_kept"], dropped.metrics["groups_dropped"]) == (2.0, 2.0)
@@ -233,41 +231,35 @@ def test_a_later_round_joins_the_groups_of_the_first(store: ArtifactStore, monke
         "i000001.p0001",
     ]
     policy = update(base(), (first, second), dropped)
-    assert policy.checkpoint is not None
     assert policy.checkpoint.rows == 4
 
 
-def test_where_every_group_is_dropped_the_weights_do_not_change(
-    store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_group_the_weights_do_not_change(rollouts: ArtifactRef, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JpegReward, "score", scoring(lambda name: 0.5))
-    rollouts = collect(base(), plan())
     policy = update(base(), rollouts, compare(score(rollouts), constant_groups="drop"))
-    assert policy.checkpoint is not None
     assert (policy.version, policy.checkpoint.metrics["optimizer_steps"]) == (1, 0.0)
     following = collect(policy, plan(2))
     assert update(policy, following, compare(score(following))).version == 2
 
 
-def test_rows_of_an_earlier_version_train_within_the_staleness(store: ArtifactStore) -> None:
-    rollouts = collect(base(), plan())
-    advantages = compare(score(rollouts))
+CORRECTED = UPDATE.model_copy(update={"mismatch": MismatchSection(mode="truncate")})
+
+
+def test_rows_of_an_earlier_version_train_within_the_staleness(scored: SamplingRound) -> None:
+    rollouts, advantages = scored.rollouts, compare(scored)
     first = update(base(), rollouts, advantages)
-    corrected = UPDATE.model_copy(update={"mismatch": MismatchSection(mode="truncate")})
-    second = update(first, rollouts, advantages, corrected, max_staleness=1)
-    assert second.checkpoint is not None
+    second = update(first, rollouts, advantages, CORRECTED, max_staleness=1)
     assert second.checkpoint.metrics["staleness/max"] == 1.0
-    third = update(second, rollouts, advantages, corrected, max_staleness=2)
+    third = update(second, rollouts, advantages, CORRECTED, max_staleness=2)
     with pytest.raises(ValueError, match="all 4 rows are further than 1 versions from version 3"):
-        update(third, rollouts, advantages, corrected, max_staleness=1)
+        update(third, rollouts, advantages, CORRECTED, max_staleness=1)
 
 
-def test_a_refreshed_reference_is_kept_and_comes_back(store: ArtifactStore) -> None:
-    section = UPDATE.model_copy(update={"kl_coef": 0.1, "reference": ReferenceSection(refresh_every=2, mix=1.0)})
-    policy, versions = base(), []
-    for iteration in (1, 2, 3):
-        rollouts = collect(policy, plan(iteration))
-        policy = update(policy, rollouts, compare(score(rollouts)), section)
+def test_a_refreshed_reference_is_kept_and_comes_back(store: ArtifactStore, scored: SamplingRound) -> None:
+    section = CORRECTED.model_copy(update={"kl_coef": 0.1, "reference": ReferenceSection(refresh_every=2, mix=1.0)})
+    policy, versions, advantages = base(), [], compare(scored)
+    for staleness in range(3):
+        policy = update(policy, scored.rollouts, advantages, section, max_staleness=staleness)
         versions.append(policy)
     assert ["reference" in version.copies for version in versions] == [False, True, True]
     assert versions[1].copies["reference"] == versions[1].digest

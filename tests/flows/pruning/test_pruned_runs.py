@@ -70,7 +70,7 @@ from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.pruning.conftest import EVERYTHING, RUN
-from tests.tasks.storage.kill_steps import kill_before_each_step
+from tests.tasks.storage.made_artifacts import kill_before_each_step
 
 def prepare(number):
     root = Path(sys.argv[1], f"killed-{number}")

@@ -26,12 +26,10 @@ UNEVEN = (5, *[1] * 11)
 
 
 def places_of(renderings: Sequence[int]) -> list[tuple[int, int]]:
-    """Return draft and rendering of each sample of a group."""
     return [(draft, index) for draft, count in enumerate(renderings) for index in range(count)]
 
 
 def sample_ids(renderings: Sequence[int], groups: int = 1) -> list[str]:
-    """Return the names of all samples, group after group."""
     return [f"g{group}.s{draft:02d}.r{index:02d}" for group in range(groups) for draft, index in places_of(renderings)]
 
 
@@ -60,7 +58,6 @@ def made_round(
 
 
 def made_texts(store: ArtifactStore, scores: Mapping[str, Sequence[float | None]], groups: int) -> SamplingRound:
-    """Write texts, which have no drafts."""
     count = len(next(iter(scores.values()))) // groups
     names = [f"g{group}.s{index:02d}" for group in range(groups) for index in range(count)]
     columns = {
@@ -74,7 +71,6 @@ def made_texts(store: ArtifactStore, scores: Mapping[str, Sequence[float | None]
 
 
 def made_scores(store: ArtifactStore, label: str, names: Sequence[str], values: Sequence[float | None]) -> ArtifactRef:
-    """Write the scores of one reward."""
     columns = {"sample_id": names, "reward": [label] * len(names), "value": values}
     return commit_rows(store, f"iteration_000001/rewards/{label}", REWARDS, columns, "scores.parquet")
 
@@ -178,10 +174,7 @@ def test_rewards_of_other_datasets_are_left_out_of_each_stream(store: ArtifactSt
     """The second group's dataset has the second reward alone; its first is null for each of its samples."""
     first, second = [1.0, 3.0, 5.0, None, None, None], [0.0, 0.0, 0.0, 2.0, 4.0, 9.0]
     scored = made_round(store, {"ssim": first, "psnr": second}, (2, 1), datasets=("faces", "signs"))
-    mix = (
-        LIKENESS.model_copy(update={"datasets": ("faces",)}),
-        BRIGHTNESS.model_copy(update={"datasets": ("signs",)}),
-    )
+    mix = (LIKENESS.model_copy(update={"datasets": ("faces",)}), BRIGHTNESS.model_copy(update={"datasets": ("signs",)}))
     reference = compute([scored], mix=mix, scale="none")
     table = table_of(store, reference)
     assert [row["reward"] for row in rows_of(table, "tokens").values()] == [2.0, 5.0, 3.0, 9.0]
@@ -201,6 +194,13 @@ def test_a_pipeline_without_tokens_compares_every_sample_of_a_prompt(store: Arti
     expected = [*standardised(values[:3]), *standardised(values[3:])]
     assert table["advantage"].to_list() == pytest.approx(expected, abs=1e-6)
     assert not [name for name in reference.metrics if name.startswith("denoising/")]
+
+
+def test_the_digest_covers_the_stream(store: ArtifactStore) -> None:
+    """Where every draft is rendered once, both streams have the same numbers."""
+    scored = made_round(store, {"ssim": [1.0, 3.0]}, (1, 1), ("tokens",))
+    tokens, denoising = (compute([scored], (stream,)) for stream in BOTH)
+    assert tokens.digest != denoising.digest
 
 
 def test_an_evaluation_describes_every_sample_in_both_streams(store: ArtifactStore) -> None:
@@ -230,15 +230,6 @@ def test_one_stream_is_what_the_core_computes_to_the_bit_and_in_the_stored_order
     assert table["stream"].unique().to_list() == ["tokens"]
 
 
-def test_images_each_of_a_draft_of_its_own_have_the_table_of_texts(store: ArtifactStore) -> None:
-    """Drafts change nothing where each is rendered once."""
-    scores = {"ssim": [0.1, 0.7, 0.4, 0.3]}
-    images = table_of(store, compute([made_round(store, scores, (1, 1, 1, 1), ("tokens",))], ("tokens",)))
-    texts = table_of(store, compute([made_texts(store, scores, 1)], ("tokens",)))
-    for column in ("reward", "advantage", "group_mean", "group_std", "dropped", "imputed", "reward_breakdown"):
-        assert images[column].to_list() == texts[column].to_list()
-
-
 def test_moments_of_each_stream_pass_to_the_next_iteration(store: ArtifactStore) -> None:
     """A draft's mean is one observation of the tokens' reward, a rendering one of the denoising's."""
     mix = (LIKENESS.model_copy(update={"normalize": "running"}),)
@@ -251,13 +242,6 @@ def test_moments_of_each_stream_pass_to_the_next_iteration(store: ArtifactStore)
     second = compute([scored], mix=mix, earlier=first, folder="iteration_000002")
     assert second.metrics["running/ssim/count"] == 4.0
     assert second.metrics["running/denoising/ssim/count"] == 4.0
-
-
-def test_the_digest_covers_the_stream(store: ArtifactStore) -> None:
-    """Where every draft is rendered once, both streams have the same numbers."""
-    scored = made_round(store, {"ssim": [1.0, 3.0]}, (1, 1), ("tokens",))
-    tokens, denoising = (compute([scored], (stream,)) for stream in BOTH)
-    assert tokens.digest != denoising.digest
 
 
 def test_groups_of_zeros_are_counted_for_each_reward_that_adds() -> None:
@@ -273,8 +257,5 @@ def test_groups_of_zeros_are_counted_for_each_reward_that_adds() -> None:
         RewardSection(reward="r2", name="open", role="gate"),
     ]
     result = compute_advantages(values, mix, AdvantagesSection())
-    assert zero_metrics(result, mix) == {
-        "rewards/low/frac_all_zero": 0.5,
-        "rewards/other/frac_all_zero": 0.0,
-    }
+    assert zero_metrics(result, mix) == {"rewards/low/frac_all_zero": 0.5, "rewards/other/frac_all_zero": 0.0}
     assert zero_metrics(compute_advantages(values[..., :1], mix[:1], AdvantagesSection()), mix[:1]) == {}

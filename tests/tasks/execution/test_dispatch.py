@@ -1,6 +1,9 @@
-"""Shards of a stage, joined, equal the uncut stage, to the byte of every table that later stages read."""
+"""Where a stage runs, shards that equal the uncut stage to the byte, and devices that are lent to one stage each."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +13,12 @@ import pytest
 from configs.placement import PlacementSection, ShardedStagePlacement
 from configs.scoring import RewardSection
 from grpo_core.errors import FailedSamplesError
+from tasks.execution.devices import DeviceProcesses, visible_devices
 from tasks.execution.dispatch import run_in_shards
-from tasks.execution.stage import (
-    Child,
-    Device,
-    Devices,
-    Here,
-    Part,
-    Pool,
-    Shards,
-    clear_shards,
-    place,
-    stage_named,
-)
+from tasks.execution.errors import StageCancelledError
+from tasks.execution.resources import resource, run_resources
+from tasks.execution.stage import Child, Device, Devices, Here, Part, Pool, Shards, clear_shards, place, stage_named
+from tasks.execution.stopping import StopSignals
 from tasks.rewards.score_rewards import score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
 from tasks.rollouts.plan import RolloutPlan
@@ -119,7 +115,6 @@ def collected(shared_store: ArtifactStore) -> tuple[ArtifactRef, ArtifactRef]:
     whole = collect_rollouts_task.fn(**rollout_arguments("uncut", LOCAL_PLACEMENT))
     stage = stage_named("collect rollouts")
     joined = run_in_shards(stage, rollout_arguments("cut", POOLED), 3, here(collect_rollouts_task))
-    assert isinstance(joined, ArtifactRef)
     return whole, joined
 
 
@@ -171,7 +166,6 @@ def test_rollouts(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRe
 def test_more_shards_than_batches(store: ArtifactStore) -> None:
     arguments = rollout_arguments("cut", POOLED)
     stage = stage_named("collect rollouts")
-    assert stage.sharding is not None
     parts = stage.sharding.cut({**arguments, "rollout": IMAGES.rollout.model_copy(update={"prompts_per_batch": 4})}, 8)
     assert [[group.group_id for group in part.arguments["plan"].groups] for part in parts] == [
         ["g0", "g1", "g2", "g3"],
@@ -195,7 +189,6 @@ def test_scores(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]
     whole = score_reward_task.fn(rollouts, section, f"{folder}/whole/rewards", "an iteration", LOCAL_PLACEMENT)
     arguments = reward_arguments(rollouts, section, f"{folder}/cut/rewards", POOLED)
     joined = run_in_shards(stage_named("score reward"), arguments, 3, here(score_reward_task))
-    assert isinstance(joined, ArtifactRef)
     assert (joined.digest, joined.rows, joined.metrics) == (whole.digest, whole.rows, whole.metrics)
     tables = [pl.read_parquet(store.local_files(each) / SCORES_FILE).drop("seconds") for each in (whole, joined)]
     assert tables[0].equals(tables[1])
@@ -203,14 +196,13 @@ def test_scores(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]
 
 def test_failures_count_over_all_shards(store: ArtifactStore, collected: tuple[ArtifactRef, ArtifactRef]) -> None:
     def arguments(share: float) -> dict[str, Any]:
-        settings = {"function": f"{Path(__file__).parent / 'failing.py'}:fails_for_reds"}
+        settings = {"function": f"{Path(__file__).parent / 'functions.py'}:fails_for_reds"}
         section = RewardSection(reward="function", settings=settings, max_failures=share)
         return reward_arguments(collected[0], section, f"cut/rewards/{share}", POOLED)
 
     stage = stage_named("score reward")
     # Every sample of the first shard fails: above the limit of its own samples, within that of all.
     joined = run_in_shards(stage, arguments(0.6), 3, here(score_reward_task))
-    assert isinstance(joined, ArtifactRef)
     assert joined.metrics["rewards/fails_for_reds/failed"] == 6
     with pytest.raises(FailedSamplesError, match="of 10 samples"):
         run_in_shards(stage, arguments(0.5), 3, here(score_reward_task))
@@ -221,3 +213,70 @@ def test_parts_are_removed_and_nothing_else(store: ArtifactStore, collected: tup
     assert store.find("cut/shards/02of03/rollouts") is None
     assert store.find("cut/rollouts") == collected[1]
     clear_shards(store, "cut")
+
+
+THREE = PlacementSection(devices=("cpu", "cpu", "cpu"))
+
+
+def test_a_stage_gets_a_free_process_first_the_one_that_did_the_same() -> None:
+    devices = DeviceProcesses()
+    with devices.borrow(THREE, "score ssim") as first:
+        first.process.last_label = "score ssim"
+        with devices.borrow(THREE, "score ssim") as second:
+            assert second is not first
+            second.process.last_label = "collect rollouts"
+    with devices.borrow(THREE, "collect rollouts") as again:
+        assert again is second
+    with devices.borrow(THREE, "score ssim") as again:
+        assert again is first
+
+
+def test_an_update_waits_for_all_and_gets_them_in_order() -> None:
+    devices, held, given_back = DeviceProcesses(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def stage() -> None:
+        with devices.borrow(THREE, "a stage"):
+            held.set()
+            given_back.wait(30)
+            order.append("stage")
+
+    def update() -> None:
+        with devices.borrow_all(THREE) as processes:
+            order.append("update")
+            assert [each.process.name for each in processes] == [f"process {number} of 3" for number in (1, 2, 3)]
+
+    with run_resources(), ThreadPoolExecutor(3) as threads:
+        futures = [threads.submit(copy_context().run, stage)]
+        assert held.wait(30)
+        futures += [threads.submit(copy_context().run, update) for _ in range(2)]
+        given_back.set()
+        for future in futures:
+            future.result(30)
+    assert order == ["stage", "update", "update"]
+
+
+def test_nothing_begins_once_the_run_is_stopped_at_once() -> None:
+    devices = DeviceProcesses()
+    with run_resources(), devices.borrow_all(THREE):
+        resource(StopSignals).cancelled.set()
+        with pytest.raises(StageCancelledError), devices.borrow(THREE, "a stage"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("seen", "device", "expected"),
+    [
+        (None, 1, {"CUDA_VISIBLE_DEVICES": "1"}),
+        ("4,6,7", 1, {"CUDA_VISIBLE_DEVICES": "6"}),
+        ("GPU-aa,MIG-bb", 1, {"CUDA_VISIBLE_DEVICES": "MIG-bb"}),
+        ("4,6", "cpu", {}),
+    ],
+)
+def test_indices_count_the_gpus_that_the_run_sees(
+    monkeypatch: pytest.MonkeyPatch, seen: str | None, device: int, expected: dict[str, str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if seen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    assert visible_devices(device) == expected

@@ -166,7 +166,6 @@ def test_a_module_is_in_the_keys_of_the_stages_that_reach_it() -> None:
 
 @contextmanager
 def executed() -> Iterator[set[CodeType]]:
-    """Collects what runs in this thread."""
     seen: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:

@@ -194,21 +194,15 @@ def test_it_is_part_of_what_training_starts_from(stored: Path, store: ArtifactSt
     assert initial_digest(section(other), store, None) == initial_digest(own, store, None)
     edit(other, lora_alpha=7.0)
     assert initial_digest(section(other), store, None) != initial_digest(own, store, None)
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    """Change the adapter's configuration."""
-    file = folder / CONFIG_FILE
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def test_a_copy_of_its_model_under_another_name_is_the_same_model(
-    stored: Path, store: ArtifactStore, tmp_path: Path
-) -> None:
     shutil.copytree(TEXT_MODEL, tmp_path / "copy")
     assert choice_of(section(stored, model=str(tmp_path / "copy")), store).lora == LoraSettings(
         4, 6.0, targets=choice_of(section(stored), store).lora.targets, use_rslora=True, modules_to_save=("norm",)
     )
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    file = folder / CONFIG_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str]] = {
@@ -286,9 +280,7 @@ def test_both_adapters_are_part_of_what_training_starts_from(both: Path, store: 
     assert len(digests) == 3
 
 
-def test_weights_of_another_shape_are_refused_before_the_model_is_loaded(
-    stored: Path, store: ArtifactStore, tmp_path: Path
-) -> None:
+def test_weights_of_another_shape_are_refused(stored: Path, store: ArtifactStore, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     shutil.copytree(stored, folder)
     state = load_file(folder / ADAPTER_FILE)

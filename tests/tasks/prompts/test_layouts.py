@@ -15,12 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
-from PIL import Image
 from transformers import PreTrainedTokenizerFast
 from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
 
 from grpo_core.images import SourceImage
-from grpo_core.messages import answer_begun, shown_prompt, shown_question
+from grpo_core.messages import shown_prompt, shown_question
 from grpo_core.policies.causal_lm.prompts import encode_prompt, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
 from grpo_core.rewards.functions.reward import FunctionReward
@@ -28,7 +27,7 @@ from grpo_core.rewards.samples import ScoringBatch
 from tasks.prompts.source_images import SourceColumns
 from tests.grpo_core.policies.causal_lm.model_types import make_tokenizer
 from tests.grpo_core.rewards.functions.conftest import spied
-from tests.tasks.stage_calls import read, refusal
+from tests.tasks.stage_calls import png, read, refusal
 
 Row = Mapping[str, Any]
 
@@ -106,7 +105,6 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
 
 
 def as_trl(prompt: Any, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids of a prompt of a data set in TRL."""
     if not is_conversational({"prompt": prompt}):
         ids: list[list[int]] = tokenizer(text=[prompt])["input_ids"]
         return ids[0]
@@ -135,11 +133,7 @@ def as_table(rows: Sequence[Row]) -> str:
     return buffer.getvalue()
 
 
-WRITERS: dict[str, Callable[[Sequence[Row]], str]] = {
-    "set.json": as_json,
-    "set.jsonl": as_lines,
-    "set.csv": as_table,
-}
+WRITERS: dict[str, Callable[[Sequence[Row]], str]] = {"set.json": as_json, "set.jsonl": as_lines, "set.csv": as_table}
 FORMATS = ("set.json", "set.csv", "set.parquet")
 
 
@@ -170,11 +164,6 @@ def test_texts_are_read_as_in_trl(tmp_path: Path, case: str, name: str) -> None:
     assert shown_prompt(prompt.text) == shown_question(prompt.text) == row["prompt"]
     assert prompt.columns == {key: value for key, value in row.items() if key != "prompt"}
     assert given_to_rewards(tmp_path, prompt.text) == (row["prompt"], "4")
-
-
-def test_lines_of_a_text_file(tmp_path: Path) -> None:
-    (tmp_path / "set.txt").write_text("  2+2?  \n\n\t\nand 3 ")
-    assert [prompt.text for prompt in read(tmp_path / "set.txt")] == ["  2+2?  ", "and 3 "]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -356,12 +345,6 @@ def test_the_date_of_a_template_is_what_transformers_prints_on_that_day(monkeypa
     assert prompt_ids(tokenizer, CausalLMSettings(), "a") == as_trl(turns(("user", "a")), tokenizer)
 
 
-def picture(shade: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), (shade, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 SEEN: dict[str, tuple[list[dict[str, Any]], int]] = {
     "a text": (turns(("user", "where?")), 1),
     "two images": (turns(BRIEF, ("user", "where?")), 2),
@@ -374,7 +357,7 @@ SEEN: dict[str, tuple[list[dict[str, Any]], int]] = {
 def test_rewards_get_images_where_trl_puts_them(tmp_path: Path, case: str) -> None:
     messages, count = SEEN[case]
     for number in range(count):
-        (tmp_path / f"{number}.png").write_bytes(picture(100 + number))
+        (tmp_path / f"{number}.png").write_bytes(png(100 + number))
     row = {"prompt": messages, "images": [f"{number}.png" for number in range(count)]}
     (prompt,) = read(written(tmp_path, "set.jsonl", [row]), images=SourceColumns())
     images = [SourceImage.of(each.load()).open() for each in prompt.sources]
@@ -391,10 +374,3 @@ def test_rewards_get_images_where_trl_puts_them(tmp_path: Path, case: str) -> No
 
 def _shade(part: Mapping[str, Any]) -> object:
     return part["image"].getpixel((0, 0)) if part["type"] == "image" else part
-
-
-@pytest.mark.parametrize("after", ["5", "null", '"x"', '{"role": "user", "content": ' + "1" * 5000 + "}"])
-def test_a_stored_prompt_that_nobody_can_have_written_is_shown_as_it_is(after: str) -> None:
-    prompt = f'[{{"role": "user", "content": "x"}}, {after}]'
-    assert shown_prompt(prompt) == shown_question(prompt) == prompt
-    assert answer_begun(prompt) == ""

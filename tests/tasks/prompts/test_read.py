@@ -2,9 +2,7 @@
 
 import codecs
 import gzip
-import http.server
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -18,6 +16,7 @@ from grpo_core.errors import InputError
 from tasks.prompts import hub
 from tasks.prompts.hub import DatasetChoice, names_dataset
 from tasks.prompts.read import read_prompts
+from tests.grpo_core.rewards.stub import Asked, Reply, reach, serve
 from tests.tasks.stage_calls import Write, parquet_bytes, read, refusal, texts
 
 CARD = """---
@@ -95,11 +94,6 @@ def test_columns_become_messages(repository: str, tmp_path: Path) -> None:
     assert refusal(tmp_path / "empty.jsonl", column={"system": "rules", "user": "question"}).place.endswith("question")
 
 
-def test_a_column_of_messages_is_a_conversation(repository: str) -> None:
-    prompts = read(repository, choice=DatasetChoice("train", "easy"))
-    assert json.loads(prompts[4].text) == [{"role": "user", "content": "hello 4"}]
-
-
 @pytest.mark.parametrize(
     ("choice", "place"),
     [
@@ -146,34 +140,20 @@ def test_a_bucket_without_credentials_is_refused(tmp_path: Path, monkeypatch: py
 def test_the_commit_of_a_name_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what the Hub is asked: its files cannot be read here."""
 
-    class Hub(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            known = self.path in ("/api/datasets/owner/name", "/api/datasets/owner/name/revision/v1")
-            body = json.dumps({"id": "owner/name", "sha": "c" * 40}).encode() if known else b""
-            self.send_response(200 if known else 404)
-            self.send_header("X-Error-Code", "RevisionNotFound")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def respond(requested: Asked) -> Reply:
+        if requested.path in ("/api/datasets/owner/name", "/api/datasets/owner/name/revision/v1"):
+            return Reply({"id": "owner/name", "sha": "c" * 40})
+        return Reply(b"", 404, {"X-Error-Code": "RevisionNotFound"})
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    huggingface_hub.close_session()
-    try:
+    with serve() as stub:
+        stub.respond = respond
+        reach(stub, monkeypatch)
         assert hub._located("owner/name", DatasetChoice()) == ("owner/name", None, "c" * 40)
         assert hub._located("hf://datasets/owner/name@v1", DatasetChoice()) == ("owner/name", "v1", "c" * 40)
         with pytest.raises(InputError) as caught:
             hub._located("owner/name", DatasetChoice(revision="none"))
         assert (caught.value.place, caught.value.value) == ("data.prompts", "owner/name")
-    finally:
         huggingface_hub.close_session()
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.mark.parametrize(
@@ -186,16 +166,8 @@ def test_the_commit_of_a_name_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None
             ["a red circle", '  a "blue" square ', "last"],
         ),
         # Only line ends separate prompts.
-        (
-            "a.TXT",
-            "one\u2028still one\x0cand\x85on\ntwo\rthree",
-            ["one\u2028still one\x0cand\x85on", "two", "three"],
-        ),
-        # The magic number of an image.
-        ("a.txt", "RIFF in neon letters\n", ["RIFF in neon letters"]),
+        ("a.TXT", "one\u2028still one\x0cand\x85on\ntwo\rthree", ["one\u2028still one\x0cand\x85on", "two", "three"]),
         ("a.csv", b'prompt\r\n"a\r\nb\rc"\r\n', ["a\r\nb\rc"]),
-        # Quotation marks are text unless every field is quoted.
-        ("a.tsv", 'Prompt\tn\n"BUZZ"\t1\nplain\t2\n', ['"BUZZ"', "plain"]),
         ("a.csv", '"Prompt"\t"n"\n"BUZZ"\t"1"\n', ["BUZZ"]),
         # Strings, in one array or by line.
         ("a.json", '["a", " b "]', ["a", " b "]),
@@ -221,12 +193,15 @@ def test_limit_takes_the_first(write: Write) -> None:
 
 
 class TestJson:
-    def test_columns_keep_their_json_values(self, write: Write) -> None:
+    def test_columns_keep_their_json_values_and_an_array_names_the_item(self, write: Write) -> None:
         row = {"tag": "two", "include": [{"class": "cow", "count": 2}], "prompt": "two cows", "w": 0.5, "x": None}
         prompts = read(write("set.jsonl", json.dumps(row) + '\n\n{"prompt": "\\u00fc"}'))
         assert texts(prompts) == ["two cows", "ü"]
         assert prompts[0].columns == {key: value for key, value in row.items() if key != "prompt"}
         assert prompts[1].columns == {}
+        assert refusal(write("set.json", '[{"prompt": "a"}, "b"]')).place.endswith("set.json, item 2")
+        assert refusal(write("set.json", '["a", ["b"]]')).place.endswith("set.json, item 2")
+        assert refusal(write("set.json", '["a", " "]')).place.endswith("set.json, item 2, column prompt")
 
     @pytest.mark.parametrize(
         ("content", "line"),
@@ -247,11 +222,6 @@ class TestJson:
         error = refusal(path := write("set.jsonl", content))
         assert error.place == f"data.prompts: {path}, line {line}"
         assert len(str(error)) < 500
-
-    def test_an_array_names_the_item(self, write: Write) -> None:
-        assert refusal(write("set.json", '[{"prompt": "a"}, "b"]')).place.endswith("set.json, item 2")
-        assert refusal(write("set.json", '["a", ["b"]]')).place.endswith("set.json, item 2")
-        assert refusal(write("set.json", '["a", " "]')).place.endswith("set.json, item 2, column prompt")
 
 
 class TestColumnChoice:
@@ -280,10 +250,6 @@ class TestColumnChoice:
         assert refusal(path).value == f"columns {header.replace(',n,', ',').replace(',', ', ')}"
         for name in header.split(","):
             assert texts(read(path, column=name)) == [name]
-
-    def test_a_named_column_wins(self, write: Write) -> None:
-        (prompt,) = read(write("set.csv", "prompt,subject\na,b\n"), column="subject")
-        assert (prompt.text, prompt.columns) == ("b", {"prompt": "a"})
 
     def test_no_prompt_column_lists_what_there_is(self, write: Write) -> None:
         path = write("set.csv", "subject,tag\na,b\n")
@@ -329,15 +295,13 @@ class TestFiles:
             assert (error.place, error.value) == ("data.prompts", str(path.parent / missing))
             assert named in error.hint
 
-    def test_a_url(self) -> None:
+    def test_a_url_and_the_home_folder(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         filesystem = fsspec.filesystem("memory")
         filesystem.pipe("/prompt-sets/set.tsv", b"Prompt\tn\na\t1\n")
         assert texts(read("memory://prompt-sets/set.tsv")) == ["a"]
         assert "set.tsv" in refusal("memory://prompt-sets/sett.tsv").hint
         assert texts(read("memory://prompt-sets")) == ["a"]
         assert refusal("nowhere://set.txt").value == "nowhere://set.txt"
-
-    def test_the_home_folder(self, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write("set.txt", "a\n")
         monkeypatch.setenv("HOME", str(path.parent))
         assert texts(read("~/set.txt")) == ["a"]
@@ -376,11 +340,7 @@ class TestFolders:
 
     @pytest.mark.parametrize(
         ("names", "found"),
-        [
-            (["a.txt", "b.jsonl", "c.txt"], " with .jsonl (b.jsonl), .txt (a.txt)"),
-            (["a.png", "b.md"], ""),
-            ([], ""),
-        ],
+        [(["a.txt", "b.jsonl", "c.txt"], " with .jsonl (b.jsonl), .txt (a.txt)"), (["a.png", "b.md"], ""), ([], "")],
     )
     def test_what_does_not_say_which_files(self, tmp_path: Path, names: list[str], found: str) -> None:
         for name in names:
@@ -411,8 +371,6 @@ class TestPromptId:
         assert [p.prompt_id for p in plain] == [p.prompt_id for p in table]
         assert len({p.prompt_id for p in plain}) == 3
         assert plain[0].prompt_id == read(write("three.txt", "c\na\n"))[1].prompt_id
-
-    def test_does_not_change_between_releases(self, write: Write) -> None:
         ids = [prompt.prompt_id for prompt in read(write("set.txt", "a red circle\na red circle\n"))]
         # python -c "import hashlib; print(hashlib.sha256(b'[\"a red circle\", 0]').hexdigest()[:16])"
         assert ids == ["85cb445ee3ccb0e0", "e7c8ed2950c3cb21"]

@@ -6,8 +6,6 @@ import gc
 import hashlib
 import io
 import json
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,15 +21,10 @@ from grpo_core.images import SourceImage
 from tasks.prompts.hub import DatasetChoice
 from tasks.prompts.read import Prompt, PromptFile, read_prompts
 from tasks.prompts.source_images import DECODED, SourceColumns
-from tests.tasks.stage_calls import Write
+from tests.tasks.prompts.test_targets import header_only_png
+from tests.tasks.stage_calls import Write, png
 
 FOUND = SourceColumns()
-
-
-def png(shade: int = 0, size: tuple[int, int] = (6, 4), mode: str = "RGB", kind: str = "PNG", **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    Image.new(mode, size, shade if mode not in ("RGB", "CMYK") else (shade,) * len(mode)).save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 def cut_jpeg() -> bytes:
@@ -195,6 +188,7 @@ class TestWhichColumns:
         error = refusal(folder / "set.jsonl", SourceColumns("sources"))
         assert (error.place, error.value) == ("data.image_column", "sources")
         assert "source" in error.hint
+        assert refusal(as_jsonl(folder), columns=["answer", "images"]).place == "data.columns"
 
     def test_either_of_two_columns_but_not_both_in_a_row(self, folder: Path) -> None:
         rows = '{"prompt": "a", "Image": "a.png", "images": []}\n{"prompt": "b", "Image": null, "images": ["a.png"]}'
@@ -203,9 +197,6 @@ class TestWhichColumns:
         (folder / "set.jsonl").write_text(rows + '\n{"prompt": "c", "Image": "a.png", "images": ["a.png"]}')
         error = refusal(folder / "set.jsonl")
         assert (error.place.rpartition(", ")[2], error.value) == ("line 3", "columns Image, images")
-
-    def test_it_goes_along_as_no_column(self, folder: Path) -> None:
-        assert refusal(as_jsonl(folder), columns=["answer", "images"]).place == "data.columns"
 
     def test_only_as_many_rows_as_are_used(self, folder: Path) -> None:
         rows = [{"prompt": "a", "image": "a.png"}, {"prompt": "b", "image": "missing.png"}]
@@ -219,15 +210,13 @@ def as_one(folder: Path, prompt: Any, **columns: Any) -> Path:
 
 
 class TestNames:
-    def test_depend_on_the_images_and_their_order(self, folder: Path) -> None:
+    def test_depend_on_the_images_their_order_and_occurrence(self, folder: Path) -> None:
         found = [
             read(as_one(folder, "a", **({"images": images} if images else {}))).prompts[0].prompt_id
             for images in (["a.png"], ["pictures/b.JPG"], ["a.png", "pictures/b.JPG"], ["pictures/b.JPG", "a.png"], [])
         ]
         assert len(set(found)) == 5
         assert found[-1] == read_prompts(as_one(folder, "a")).prompts[0].prompt_id
-
-    def test_the_same_prompt_with_the_same_image_twice(self, folder: Path) -> None:
         rows = [{"prompt": "a", "image": "a.png"}] * 2 + [{"prompt": "a", "image": "pictures/b.JPG"}]
         (folder / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
         first, second, third = (prompt.prompt_id for prompt in read(folder / "set.jsonl").prompts)
@@ -312,22 +301,6 @@ def animated(kind: str) -> bytes:
     return buffer.getvalue()
 
 
-def without_pixels() -> bytes:
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    header = struct.pack(">IIBBBBB", 0, 3, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-
-
-def bomb() -> bytes:
-    """A small file whose header announces 30,000 x 30,000 pixels."""
-    content = bytearray(png(size=(1, 1)))
-    content[16:24] = struct.pack(">II", 30_000, 30_000)
-    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
-    return bytes(content)
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -338,8 +311,8 @@ def bomb() -> bytes:
         (animated("PNG"), "animated"),
         (animated("WEBP"), "animated"),
         (animated("GIF"), "not a complete image"),
-        (without_pixels(), "1x1 pixel|not a complete image"),
-        (bomb(), "smaller"),
+        (header_only_png(0, 3), "1x1 pixel|not a complete image"),
+        (header_only_png(30_000, 30_000), "smaller"),
         (png(mode="F", kind="TIFF"), "not a complete image"),
     ],
 )
@@ -378,21 +351,6 @@ def test_a_name_that_is_none_is_refused(folder: Path, value: object, reason: str
 
 
 class TestConversion:
-    @pytest.mark.parametrize(
-        "content",
-        [
-            png(7, mode="CMYK", kind="JPEG"),
-            png(7 * 257, mode="I;16"),
-            png(7, mode="L"),
-            png(1, mode="1"),
-            png(3, mode="P"),
-        ],
-    )
-    def test_what_has_an_exact_rgb_is_taken(self, folder: Path, content: bytes) -> None:
-        (folder / "c.png").write_bytes(content)
-        (prompt,) = read(as_one(folder, "a", image="c.png")).prompts
-        assert SourceImage.of(prompt.sources[0].load()).open().mode == "RGB"
-
     def test_the_size_is_that_of_the_upright_image(self, folder: Path) -> None:
         exif = Image.Exif()
         exif[ExifTags.Base.Orientation] = 6
@@ -408,15 +366,12 @@ class TestConversion:
         assert "data.max_image_pixels is 23" in error.hint
 
 
-def test_a_file_that_changed_since_is_refused_with_its_row(folder: Path) -> None:
+def test_images_are_those_that_were_read_or_refused_with_their_row(folder: Path) -> None:
     (prompt,) = read(as_one(folder, "a", image="a.png")).prompts
     (folder / "a.png").write_bytes(B)
     with pytest.raises(InputError, match=digest(A)) as caught:
         prompt.sources[0].load()
     assert "line 1, column image" in caught.value.place
-
-
-def test_images_of_a_parquet_file_are_those_that_were_read(folder: Path) -> None:
     file = read(as_parquet(folder))
     (folder / "set.parquet").unlink()
     assert [source.load() for source in file.prompts[1].sources] == [A, B]

@@ -1,8 +1,11 @@
 """Small runs of both modalities, written through the real store, with values that a test can work out by hand."""
 
+import copy
 import hashlib
 import io
 import json
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +30,6 @@ SECONDS = {"rollouts": 4.0, "rewards": 2.0, "advantages": 1.0, "update": 3.0}
 
 
 def colour(group: int, sibling: int) -> tuple[int, int, int]:
-    """Each sample has a colour of its own."""
     return (40 * group + 10, 60 * sibling + 5, 77)
 
 
@@ -45,7 +47,6 @@ def reward_of(group: int, sibling: int, shift: float) -> float | None:
 
 
 def completion(group: int, sibling: int) -> str:
-    """Each text has words of its own."""
     return f"answer {sibling} of group {group}"
 
 
@@ -123,7 +124,6 @@ class RunMaker:
         ]
 
     def rollouts(self, place: str, prefix: str, seed: int = 0) -> ArtifactRef:
-        """Write the rollouts, and the images in their prompts."""
         for content in (each for images in self.sources.values() for each in images):
             self.store.write_file(source_file(hashlib.sha256(content).hexdigest()), content)
         with self.store.staging() as staged:
@@ -140,13 +140,11 @@ class RunMaker:
             return self.commit(staged, f"{place}/rollouts", SECONDS["rollouts"], {"tokens": 16.0})
 
     def place(self, sibling: int, prefix: str) -> tuple[int, int]:
-        """Token sample and image number of a sample."""
         if iteration_of(prefix) is not None and "tokens" not in self.streams:
             return 0, sibling
         return (0, 1) if self.is_uneven(prefix) and sibling == 3 else (sibling, 0)
 
     def is_uneven(self, name: str) -> bool:
-        """Whether these are samples of a training with both streams."""
         return len(self.streams) > 1 and iteration_of(name) is not None
 
     def _row(self, group: int, sibling: int, prefix: str, seed: int) -> dict[str, Any]:
@@ -194,7 +192,6 @@ class RunMaker:
         )
 
     def guardrail(self, version: int, label: str, mean: float) -> ArtifactRef:
-        """Write a guardrail's scores of the held-out samples of a policy."""
         values: list[float | None] = [mean] * len(self._samples("heldout"))
         metrics = {f"rewards/{label}/mean": mean, f"rewards/{label}/null": 0.0}
         return self._scores(f"evaluations/{version:06d}/guardrails/{label}", "heldout", values, 1.0, metrics)
@@ -217,7 +214,6 @@ class RunMaker:
             return self.commit(staged, folder, seconds, metrics)
 
     def _metrics(self, label: str, shift: float, rounds: int = 1) -> dict[str, float]:
-        """Give a reward's metrics; the last sibling of each group has no value."""
         metrics = {"mean": 0.5 + shift, "null": float(rounds * len(self.prompts)), "failed": 0.0}
         return {f"rewards/{label}/{kind}": value for kind, value in metrics.items()}
 
@@ -298,14 +294,12 @@ class RunMaker:
         for label in self.labels:
             metrics |= self._metrics(label, shift, rounds)
         scored = self.store.find(f"{place}/advantages" if rounds == 1 else f"{place}/round_{rounds:02d}/advantages")
-        assert scored is not None
         metrics |= scored.metrics
         self.metrics(number, metrics | {"kl": 0.01 * number, "entropy": 2.0, "grad_norm": 1.0})
 
     def draw(
         self, place: str, draw: int, prefix: str, prefixes: list[str], *, shift: float = 0.0, seed: int = 0
     ) -> None:
-        """Write the first three stages of a sampling round."""
         folder = place if draw == 1 else f"{place}/round_{draw:02d}"
         self.rollouts(folder, prefix, seed)
         self.rewards(folder, prefix, shift)
@@ -315,13 +309,22 @@ class RunMaker:
         self.draw(f"evaluations/{version:06d}", 1, "heldout", ["heldout"], shift=shift, seed=seed)
 
 
+_MADE = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+_WHOLE: dict[str, RunMaker] = {}
+
+
 def whole_run(root: Path, name: str = "made", **options: Any) -> RunMaker:
-    """Two iterations of two, evaluated before and after."""
-    maker = RunMaker(root, name, **options)
-    maker.evaluation(0, shift=0.0)
-    for number in (1, 2):
-        maker.iteration(number)
-    maker.evaluation(2, shift=0.25)
+    """Two iterations of two, evaluated before and after; made once with the same options, and copied."""
+    key = repr((name, options))
+    if key not in _WHOLE:
+        _WHOLE[key] = maker = RunMaker(Path(_MADE.name, str(len(_WHOLE))), name, **options)
+        maker.evaluation(0, shift=0.0)
+        for number in (1, 2):
+            maker.iteration(number)
+        maker.evaluation(2, shift=0.25)
+    maker = copy.copy(_WHOLE[key])
+    maker.store, maker.written, maker.targets, maker.sources = ArtifactStore(str(root), name), {}, {}, {}
+    shutil.copytree(_WHOLE[key].folder, maker.folder)
     return maker
 
 

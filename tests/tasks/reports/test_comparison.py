@@ -1,33 +1,20 @@
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import polars as pl
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from scipy.stats import spearmanr
 
+from flows.list_runs import list_runs, write_list_page
 from grpo_core.errors import InputError
 from tasks.reports.compare_page import render_compare_page
 from tasks.reports.compared_runs import PairedDifference, Scores, interval, paired_difference
 from tasks.reports.comparison import Comparison, compare_runs
-from tasks.reports.statistics import (
-    BINS,
-    Statistics,
-    histogram_of,
-    quantiles_of,
-    rank_agreement,
-    rounded,
-    spread_of,
-)
+from tasks.reports.list_page import RunCurves, configurations, over_seeds
 from tasks.reports.text import visible
 from tasks.runs.reader import RunReader
-from tests.tasks.reports.made_runs import RunMaker, colour
+from tests.tasks.reports.made_runs import RunMaker, colour, whole_run
 from tests.tasks.reports.test_run_page import EVIL, check_offline, images
 
 REPLAY = "replay: {source: a, advantages: mine}\n"
@@ -158,9 +145,7 @@ def test_an_evaluation_of_other_prompts_is_compared_where_it_is_named(tmp_path: 
     )
     second.first_prompt = 0
     place = "evaluations_of/theirs-0123abcd/000002"
-    second.rollouts(place, "heldout")
-    second.rewards(place, "heldout", 0.25)
-    second.advantages(place, "heldout", shift=0.25)
+    second.draw(place, 1, "heldout", ["heldout"], shift=0.25)
     first = RunMaker(tmp_path, "a")
     assert compared(first, second).versions == {"a": 1, "b": 3}
     found = compared(first, second, evaluation="theirs-0123abcd")
@@ -173,9 +158,7 @@ def test_versions_of_a_run_are_compared_where_only_one_was_evaluated_by_its_trai
     maker = made(tmp_path, "a", 0.0)
     name = "own-0123abcd"
     place = f"evaluations_of/{name}/000002"
-    maker.rollouts(place, "heldout")
-    maker.rewards(place, "heldout", 0.25)
-    maker.advantages(place, "heldout", shift=0.25)
+    maker.draw(place, 1, "heldout", ["heldout"], shift=0.25)
     reader = RunReader(maker.store)
     readers, versions = {"a@1": reader, "a@2": reader}, {"a@1": 1, "a@2": 2}
     with pytest.raises(InputError) as caught:
@@ -212,173 +195,88 @@ def test_prompts_are_paired_by_hand() -> None:
     first = {"a": {1: 0.2, 2: 0.4}, "b": {1: 0.5}, "only here": {1: 9.0}}
     second = {"a": {1: 0.4, 2: 0.8, 3: 9.0}, "b": {1: 0.4}, "only there": {1: 9.0}}
     found = paired(first, second)
-    assert found is not None
     assert found.by_prompt == {"a": pytest.approx(0.3), "b": pytest.approx(-0.1)}
     assert (found.first, found.second, found.difference) == pytest.approx((0.4, 0.5, 0.1))
     # 12.7062 is Student's t of one degree of freedom, and 0.2828 / sqrt(2) = 0.2 the standard error.
     assert (found.low, found.high) == pytest.approx((0.1 - 2.54124, 0.1 + 2.54124), abs=1e-5)
     assert (found.prompts, found.samples, found.higher, found.lower) == (2, 3, 1, 1)
-
-
-def test_three_prompts_by_hand() -> None:
     assert interval([1.0, 2.0, 3.0]) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), abs=1e-6)
     assert interval([0.5, 0.5]) == (0.5, 0.5)
     assert interval([0.5]) is None
-
-
-def test_without_a_common_seed_means_are_compared() -> None:
     found = paired({"a": {1: 1.0, 2: 3.0}}, {"a": {7: 5.0}})
-    assert found is not None
     assert (found.difference, found.samples, found.low, found.high) == (3.0, 3, None, None)
     assert paired({"a": {1: 1.0}}, {"b": {1: 1.0}}) is None
     assert paired({"a": {1: 1.0}}, {"a": {}}) is None
 
 
-def test_intervals_cover_as_often_as_they_say_if_the_prompt_is_the_unit() -> None:
-    """Samples of a prompt share its effect; an interval over single samples takes them for independent."""
-    random = np.random.default_rng(0)
-    trials, prompts, samples, true = 1000, 12, 4, 0.3
-    by_prompt, by_sample = 0, 0
-    for _ in range(trials):
-        differences = true + random.normal(0, 1, (prompts, 1)) + random.normal(0, 0.5, (prompts, samples))
-        levels = random.normal(0, 5, (prompts, samples))
-        first = {str(row): dict(enumerate(levels[row])) for row in range(prompts)}
-        second = {str(row): dict(enumerate(levels[row] + differences[row])) for row in range(prompts)}
-        found = paired(first, second)
-        assert found is not None
-        assert found.low is not None
-        assert found.high is not None
-        by_prompt += found.low <= true <= found.high
-        ends = interval(differences.ravel())
-        assert ends is not None
-        by_sample += ends[0] <= true <= ends[1]
-    assert 0.93 <= by_prompt / trials <= 0.97
-    assert by_sample / trials < 0.8
+def run(name: str, seed: int, rate: float = 0.1, reward: tuple[float, ...] = ()) -> RunCurves:
+    config = {"run": {"name": name, "seed": seed}, "update": {"learning_rate": rate}, "storage": {"root": name}}
+    return RunCurves(name, config, {}, list(enumerate(reward, start=1)), [])
 
 
-def column(*values: float | None) -> list[float | None]:
-    frame = pl.DataFrame({"a": pl.Series(values, dtype=pl.Float64)})
-    return rounded(frame, ["a"])["a"].to_list()
+def test_runs_that_differ_in_their_seed_alone_are_one_configuration() -> None:
+    runs = [run("a", 0), run("b", 0, 0.2), run("c", 7), RunCurves("d", {}, {}, [], []), RunCurves("e", {}, {}, [], [])]
+    found = configurations(runs)
+    assert [[each.name for each in group.runs] for group in found] == [["a", "c"], ["b"], ["d"], ["e"]]
+    assert (found[0].seeds, found[1].label) == ("0, 7", "b")
+    # config.yaml may be damaged.
+    (broken,) = configurations([RunCurves(name, {"run": 5}, {}, [], []) for name in "fg"])
+    assert broken.seeds == "?, ?"
+    mean, band = over_seeds([[(1, 0.2), (2, 0.4)], [(1, 0.4), (2, 0.8)], [(1, 0.9)]])
+    assert mean == [(1, pytest.approx(0.5)), (2, pytest.approx(0.6))]
+    assert band == [(1, 0.2, 0.9), (2, 0.4, 0.8)]
 
 
-@pytest.mark.parametrize("values", [(0.1 + 0.2, 0.3), (1e-17, 0.0, 0.5), (1e6 * (0.1 + 0.2), 3e5)])
-def test_rounding_makes_no_difference(values: tuple[float, ...]) -> None:
-    first, second, *_ = column(*values)
-    assert first == second
+def test_only_runs_of_the_same_rewards_share_a_plot(tmp_path: Path) -> None:
+    """Of `other` a reward's function was changed in its file; the replay was trained on a rescoring of `own`."""
+    rewards = "rewards: [{reward: function, settings: {function: 'a.py:brevity'}}]\n"
+    for name, version, replay in (
+        ("own", "1+aa", ""),
+        ("other", "1+bb", ""),
+        ("replayed", "1+aa", "replay: {source: own, advantages: mine}\n"),
+    ):
+        made_of = scored_by("a.py:brevity", version)
+        maker = RunMaker(tmp_path, name, planned=1, identity=made_of, settings=rewards + replay)
+        maker.evaluation(0, shift=0.0)
+        maker.iteration(1)
+    page = tmp_path / "page.html"
+    write_list_page(str(tmp_path), list_runs(str(tmp_path)), page)
+    found = check_offline(page.read_text())
+    assert sorted(str(svg["aria-label"]) for svg in found.named("svg")) == [
+        *["Held-out reward: brevity over iterations"] * 2,
+        *["Training reward: brevity over iterations"] * 2,
+        "Training reward: rescoring mine of own over iterations",
+    ]
+    assert "3 runs, 3 configurations" in "".join(found.text)
 
 
-def test_different_values_stay_different() -> None:
-    assert column(0.3, 0.3 + 1e-9) == [0.3, 0.3 + 1e-9]
-    assert column(1e-20, 2e-20) == pytest.approx([1e-20, 2e-20])
-
-
-def test_values_that_are_not_finite_become_null() -> None:
-    assert column(math.nan, math.inf, -math.inf, None, 1.0) == [None, None, None, None, 1.0]
-    assert column(None, math.nan) == [None, None]
-    assert rounded(pl.DataFrame({"a": [None, None]}), ["a"])["a"].dtype == pl.Float64
-
-
-def spread(groups: list[int], values: list[float | None]) -> Statistics:
-    return spread_of(pl.DataFrame({"group": groups, "a": pl.Series(values, dtype=pl.Float64)}), "a")
-
-
-NAMES = ("samples", "values", "null_share", "mean", "std", "within_groups", "groups", "groups_without_spread")
-
-
-@pytest.mark.parametrize(
-    ("groups", "values", "expected"),
-    [
-        # Deviations: of group 0 sqrt(2), of group 1 zero; group 2 has one value, group 3 none.
-        (
-            [0, 0, 1, 1, 2, 2, 3],
-            [1, 3, 5, 5, 7, None, None],
-            (7, 5, 2 / 7, 21 / 5, math.sqrt(5.2), math.sqrt(2) / 2, 3, 2 / 3),
-        ),
-        ([0, 1], [1, 2], (2, 2, 0.0, 1.5, math.sqrt(0.5), None, 2, 1.0)),
-        ([0, 0], [None, None], (2, 0, 1.0, None, None, None, 0, None)),
-        ([], [], (0, 0, None, None, None, None, 0, None)),
-    ],
-)
-def test_spread_by_hand(groups: list[int], values: list[float | None], expected: tuple[float | None, ...]) -> None:
-    assert spread(groups, values) == pytest.approx(dict(zip(NAMES, expected, strict=True)))
-
-
-def test_equal_values_have_no_spread_to_the_last_bit() -> None:
-    found = spread([0] * 7, [0.1] * 7)
-    assert (found["std"], found["within_groups"], found["groups_without_spread"]) == (0.0, 0.0, 1.0)
-
-
-def pairs(groups: list[int], first: list[float | None], second: list[float | None]) -> pl.DataFrame:
-    numbers = {"a": pl.Series(first, dtype=pl.Float64), "b": pl.Series(second, dtype=pl.Float64)}
-    return pl.DataFrame({"group": groups, **numbers})
-
-
-def test_scipy_agrees_over_all_and_within_groups() -> None:
-    random = np.random.default_rng(3)
-    groups = np.repeat(np.arange(40), 8)
-    first = np.round(random.normal(size=320) + groups / 20, 1)  # rounded, so that there are ties
-    second = np.round(first + random.normal(size=320), 1)
-    found = rank_agreement(pairs(groups.tolist(), first.tolist(), second.tolist()), "a", "b")
-    assert found["overall"] == pytest.approx(spearmanr(first, second).statistic, abs=1e-12)
-    within = [spearmanr(first[groups == group], second[groups == group]).statistic for group in range(40)]
-    assert found["within_groups"] == pytest.approx(np.mean(within), abs=1e-12)
-    assert (found["pairs"], found["groups"], found["groups_undefined"]) == (320, 40, 0)
-
-
-def test_ranks_by_hand() -> None:
-    # Group 0 keeps its order, group 1 reverses it, group 2 is constant on one side, group 3 has a single pair.
-    found = rank_agreement(
-        pairs([0, 0, 0, 1, 1, 2, 2, 3, 3], [1, 2, 3, 1, 2, 5, 5, 9, None], [10, 20, 30, 2, 1, 1, 2, 4, 7]), "a", "b"
-    )
-    assert found["within_groups"] == pytest.approx(0.0)
-    assert (found["pairs"], found["groups"], found["groups_undefined"]) == (8, 2, 2)
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [([1.0, 1.0], [1.0, 2.0]), ([1.0, 2.0], [3.0, 3.0]), ([1.0], [2.0]), ([None], [None]), ([], [])],
-)
-def test_without_spread_there_is_no_correlation(first: list[float | None], second: list[float | None]) -> None:
-    found = rank_agreement(pairs([0] * len(first), first, second), "a", "b")
-    assert (found["overall"], found["within_groups"]) == (None, None)
-
-
-triples = st.lists(st.tuples(st.integers(0, 3), st.integers(-5, 5), st.integers(-5, 5)), min_size=2, max_size=40)
-
-
-@given(triples)
-def test_only_the_order_counts(rows: list[tuple[int, int, int]]) -> None:
-    groups, first, second = (list(column) for column in zip(*rows, strict=True))
-    plain = rank_agreement(pairs(groups, first, second), "a", "b")
-    bent = rank_agreement(pairs(groups, [float(np.exp(x)) for x in first], [x**3 + 7.0 for x in second]), "a", "b")
-    assert plain == bent
-    turned = rank_agreement(pairs(groups, [-x for x in first], second), "a", "b")
-    for here, there in ((plain["overall"], turned["overall"]), (plain["within_groups"], turned["within_groups"])):
-        assert (here is None) == (there is None)
-        assert here is None or here == pytest.approx(-(there or 0.0), abs=1e-12)
-
-
-def test_numpy_agrees_on_quantiles() -> None:
-    values = np.random.default_rng(0).normal(size=777)
-    found = quantiles_of(pl.Series([*values, None]))
-    assert found is not None
-    expected = np.quantile(values, [0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1])
-    assert list(found.values()) == pytest.approx(expected.tolist())
-
-
-@pytest.mark.parametrize(
-    ("values", "ends", "bins"),
-    [([0.31, 0.61, 1.0, None], (0.0, 1.0), [12, 24, BINS - 1]), ([7.0, 7.0], (6.5, 7.5), [20])],
-)
-def test_the_scale_of_a_histogram(values: list[float | None], ends: tuple[float, float], bins: list[int]) -> None:
-    histogram = histogram_of(pl.Series(values))
-    assert histogram is not None
-    counts, edges = histogram
-    assert (edges[0], edges[-1], len(edges)) == (*ends, BINS + 1)
-    assert np.flatnonzero(counts).tolist() == bins
-
-
-def test_nothing_has_no_quantiles() -> None:
-    nothing = pl.Series([None, None], dtype=pl.Float64)
-    assert quantiles_of(nothing) is None
-    assert histogram_of(nothing) is None
+def test_the_page_of_runs_opens_offline(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    evil = EVIL.replace("/", "|").replace("{{ 'ran' * 3 }}", "")
+    for name in ("a", "b"):
+        whole_run(runs, name)
+    RunMaker(runs, "empty", planned=9)
+    other = whole_run(runs, "other", settings="data: {prompts: '" + evil.replace("'", "''") + "'}\n")
+    page = tmp_path / "page.html"
+    write_list_page(str(runs), list_runs(str(runs)), page)
+    found = check_offline(page.read_text())
+    text = "".join(found.text)
+    assert visible(evil) in text
+    assert "4 runs, 3 configurations" in text
+    assert {svg["aria-label"] for svg in found.named("svg")} == {
+        "Training reward over iterations",
+        "Held-out reward over iterations",
+    }
+    # Two runs of one configuration have a band; their reward rose from 0.5 to 0.6.
+    assert [path["class"] for path in found.named("path") if "band" in (path["class"] or "")] == ["band s0"] * 2
+    assert "a and 1 more, iteration 2: 0.6" in text
+    # One whose metrics cannot be read is listed without them.
+    (other.folder / "iteration_000002/advantages.manifest.json").write_text("{}")
+    write_list_page(str(runs), list_runs(str(runs)), page)
+    assert "other, iteration 1: 0.5" in page.read_text()
+    assert "other, iteration 2: 0.6" not in page.read_text()
+    write_list_page(str(tmp_path), [], page)
+    assert not check_offline(page.read_text()).named("svg")
+    with pytest.raises(InputError) as error:
+        write_list_page(str(tmp_path), [], tmp_path / "none" / "page.html")
+    assert error.value.place == "--html"

@@ -32,7 +32,7 @@ def cut_off(tab: Tab, path: Path) -> tuple[bool, bool]:
 
 def write_page(folder: Path, **options: object) -> Path:
     """A run of three iterations, evaluated before and after each."""
-    maker = RunMaker(folder / "runs", planned=3, prompts=("a red square " + EVIL, "a blue square"), **options)  # type: ignore[arg-type]
+    maker = RunMaker(folder / "runs", planned=3, prompts=("a red square " + EVIL, "a blue square"), **options)
     for version in range(4):
         maker.evaluation(version, shift=version / 10)
     for number in (1, 2, 3):
@@ -96,20 +96,7 @@ def test_the_page_of_images_by_keyboard_and_pointer(tmp_path: Path) -> None:
         assert set(tab.requests) == {page.as_uri()}
 
 
-def test_the_page_of_texts(tmp_path: Path) -> None:
-    page = write_page(tmp_path, modality="text")
-    with opened_tab(tmp_path / "browser") as tab:
-        tab.open(page.as_uri())
-        # Those of all seeds stand below one another, with their mean.
-        assert text(tab, "stage").count("of group 0") == 4
-        tab.run("document.querySelector('[data-part=next]').click()")
-        assert text(tab, "stage").count("of group 1") == 4
-        tab.press("Tab")
-        assert tab.problems == []
-        assert set(tab.requests) == {page.as_uri()}
-
-
-def test_hostile_text_is_shown_and_runs_nothing(tmp_path: Path) -> None:
+def test_the_page_of_texts_shows_hostile_ones_and_runs_nothing(tmp_path: Path) -> None:
     page = write_page(tmp_path, modality="text", datasets=(EVIL, "b"), labels=(EVIL.replace("/", "|"),))
     with opened_tab(tmp_path / "browser") as tab:
         tab.open(page.as_uri())
@@ -117,6 +104,10 @@ def test_hostile_text_is_shown_and_runs_nothing(tmp_path: Path) -> None:
         assert "<script>alert" in shown
         assert "⟨U+202E⟩" in shown
         assert "\u202e" not in tab.run("document.documentElement.outerHTML")
+        # Those of all seeds stand below one another, with their mean.
+        assert text(tab, "stage").count("of group 0") == 4
+        tab.run("document.querySelector('[data-part=next]').click()")
+        assert text(tab, "stage").count("of group 1") == 4
         assert tab.problems == []
         assert set(tab.requests) == {page.as_uri()}
 

@@ -58,12 +58,7 @@ def test_advantages_by_hand() -> None:
 
 
 def test_rewards_of_one_side_are_added_or_removed() -> None:
-    rewards = {
-        "before:old": [0.1, 0.2],
-        "before:kept": [0.1, 0.2],
-        "after:new": [0.9, 0.3],
-        "after:kept": [0.2, 0.1],
-    }
+    rewards = {"before:old": [0.1, 0.2], "before:kept": [0.1, 0.2], "after:new": [0.9, 0.3], "after:kept": [0.2, 0.1]}
     kept, new, old = compare(made_samples("aa", [0.1, 0.2], [0.3, 0.4], rewards=rewards))["rewards"]
     assert (kept["label"], new["label"], old["label"]) == ("kept", "new", "old")
     assert kept["own"]["overall"] == pytest.approx(-1.0)
@@ -73,13 +68,16 @@ def test_rewards_of_one_side_are_added_or_removed() -> None:
     assert old["with_previous"]["overall"] == pytest.approx(1.0)
 
 
-def test_a_reward_that_is_null_everywhere_and_one_sample() -> None:
+def test_nulls_and_what_is_not_finite() -> None:
     rewards = {"before:x": [None], "after:x": [math.nan]}
     found = compare(made_samples("a", [0.5], [0.6], advantages=([None], [math.nan]), rewards=rewards))
     (change,) = found["rewards"]
     assert (change["after"]["mean"], change["after"]["null_share"]) == (None, 1.0)
     assert found["combined"]["own"]["overall"] is None
     assert (found["advantages"]["turned"], found["advantages"]["non_zero_before"]) == (None, None)
+    rewards = {"before:x": [None, math.inf, 0.5], "after:x": [0.5, 0.5, 0.5]}
+    found = compare(made_samples("abb", [0.5, 0.4, None], [0.5, 0.4, 0.3], rewards=rewards))
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
 
 
 @pytest.mark.parametrize(
@@ -102,12 +100,6 @@ def test_the_same_names_in_two_runs_are_two_groups() -> None:
     assert both["combined"]["own"]["within_groups"] == pytest.approx(0.0)
 
 
-def test_a_comparison_is_json_without_nan() -> None:
-    rewards = {"before:x": [None, math.inf, 0.5], "after:x": [0.5, 0.5, 0.5]}
-    found = compare(made_samples("abb", [0.5, 0.4, None], [0.5, 0.4, 0.3], rewards=rewards))
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-
-
 def test_ranks_by_hand() -> None:
     # Ranks in group a: 1, 2, 3 -> 3, 1, 2; in group b, where two are equal: 1.5, 1.5 -> 2, 1.
     moved = moved_most(made_samples("aaabb", [0.9, 0.8, 0.7, 0.5, 0.5], [0.1, 0.9, 0.8, 0.2, 0.3]))
@@ -123,9 +115,6 @@ def test_ranks_by_hand() -> None:
     # Of all five: s0 from the top to the bottom.
     percentiles = moved.sort("sample_id").select("percentile_before", "percentile_after").rows()
     assert (percentiles[0], percentiles[3]) == ((100.0, 0.0), (12.5, 25.0))
-
-
-def test_points_among_all_samples_break_ties() -> None:
     # Each group swaps its two: one place each; those of group b travel further among all samples.
     moved = moved_most(made_samples("aabb", [0.4, 0.5, 0.1, 0.9], [0.5, 0.4, 0.9, 0.1]))
     assert moved["places"].abs().to_list() == [1.0] * 4
@@ -228,12 +217,3 @@ def test_images_are_ranked_within_their_token_sample(tmp_path: Path) -> None:
     assert samples["advantage_after"].to_list() == pytest.approx([-0.2, -0.8, 0.8, 0.6])
     assert "token_sample" not in samples.columns
     assert compare(samples)["groups"] == 2
-
-
-def test_a_run_without_tokens_is_compared(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path, streams=("denoising",))
-    maker.iteration(1)
-    stored = read_iterations(maker.store, None, "stored")
-    samples = read_rescored(maker.store, stored, stored)
-    assert samples["group_id"].unique().sort().to_list() == ["i000001.p0000", "i000001.p0001"]
-    assert compare(samples)["advantages"]["compared"] == 6

@@ -12,14 +12,7 @@ from grpo_core.messages import write_messages
 from tasks.reports import report as pages
 from tasks.reports.groups import LARGE, read_groups
 from tasks.reports.images import PromptImages
-from tasks.reports.run_page import (
-    PageSamples,
-    progress,
-    read_excerpts,
-    read_heldout,
-    read_rewards,
-    render_run_page,
-)
+from tasks.reports.run_page import PageSamples, progress, read_excerpts, read_heldout, read_rewards, render_run_page
 from tasks.reports.text import visible
 from tasks.runs.hacking import hacking_verdict
 from tasks.runs.read_run import read_run
@@ -49,14 +42,9 @@ FALLS, STAYS = (0.8, 0.8, 0.8, 0.4, 0.4, 0.4), (0.8, 0.81, 0.8, 0.8, 0.81, 0.8)
     ],
 )
 def test_what_is_not_trained_on_decides(
-    tmp_path: Path,
-    settings: str,
-    rewards: tuple[float, ...],
-    guardrail: tuple[float, ...],
-    finding: str,
-    said: str,
+    tmp_path: Path, settings: str, rewards: tuple[float, ...], guardrail: tuple[float, ...], finding: str, said: str
 ) -> None:
-    maker = RunMaker(tmp_path, settings=settings)
+    maker = RunMaker(tmp_path, settings=settings, prompts=("one",))
     for version, shift in enumerate(rewards):
         maker.evaluation(version, shift=shift)
     for version, mean in enumerate(guardrail):
@@ -263,7 +251,6 @@ def test_whether_versions_were_sampled_with_the_same_seeds(tmp_path: Path, seed:
     maker.evaluation(1, shift=0.1, seed=seed)
     reader = RunReader(maker.store)
     heldout = read_heldout(reader, read_run(reader), maker.folder, PromptImages(LARGE), limit=50)
-    assert heldout is not None
     assert heldout.same_seeds == (seed == 0)
 
 

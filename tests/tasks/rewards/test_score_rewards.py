@@ -1,10 +1,7 @@
 """One reward over stored samples: what is asked, what is kept, and what happens when it cannot answer."""
 
-import os
-import subprocess
-import sys
+import hashlib
 import textwrap
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +16,14 @@ from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource
 from tasks.metrics import LOGGED
+from tasks.reports.reward_analysis import score_again
 from tasks.rewards.score_rewards import NeededScores, StoredScores, samples_to_score, score_reward_task
-from tasks.runs.layout import SCORES_FILE, SamplingRound
+from tasks.runs.layout import SCORES_FILE, SamplingRound, source_file
 from tasks.runs.samples import with_extra
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.grpo_core.rewards.conftest import refused
-from tests.tasks.reports.made_runs import GROUP_SIZE, RunMaker, colour, png
+from tests.tasks.reports.made_runs import GROUP_SIZE, RunMaker, colour, flip_last_byte, png
 
 PLACE = "iteration_000001"
 
@@ -64,16 +62,11 @@ def function(tmp_path: Path, requested: Path, body: str) -> dict[str, object]:
 
 
 def rollouts_of(maker: RunMaker) -> ArtifactRef:
-    rollouts = maker.store.find(f"{PLACE}/rollouts")
-    assert rollouts is not None
-    return rollouts
+    return maker.store.find(f"{PLACE}/rollouts")
 
 
 def score(
-    maker: RunMaker,
-    section: RewardSection,
-    earlier: tuple[ArtifactRef, ...] = (),
-    folder: str = f"{PLACE}/rewards",
+    maker: RunMaker, section: RewardSection, earlier: tuple[ArtifactRef, ...] = (), folder: str = f"{PLACE}/rewards"
 ) -> ArtifactRef:
     placement = PlacementSection(devices="cpu")
     return score_reward_task.fn(rollouts_of(maker), section, folder, "iteration 1", placement, earlier)
@@ -260,9 +253,7 @@ def test_siblings_are_scored_again_where_a_score_depends_on_them() -> None:
 
 
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_reward_that_fails_too_often_stops_by_name_and_asks_no_further(
-    maker: RunMaker, tmp_path: Path, requested: Path, processes: int
-) -> None:
+def test_a_reward_that_fails_too_often_stops(maker: RunMaker, tmp_path: Path, requested: Path, processes: int) -> None:
     broken = section(function(tmp_path, requested, "return math.inf"), batch_size=1, processes=processes)
     with pytest.raises(FailedSamplesError, match=r"reward mine: 4 of 8 .*max_failures 0\.1.*i000001\.p0000\.s00.*inf"):
         score(maker, broken)
@@ -274,20 +265,7 @@ def test_a_reward_that_fails_too_often_stops_by_name_and_asks_no_further(
 
 
 @pytest.mark.slow
-def test_an_error_in_a_process_is_told_as_in_the_run_itself(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
-    settings = function(tmp_path, requested, 'return "much"')
-    told = []
-    for processes in (0, 1):
-        told.append(str(refused(score, maker, section(settings, processes=processes))))
-    resource(ChildProcesses).close()
-    assert told[0] == told[1]
-    assert "mine.py" in told[0]
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_is_started_again_and_one_that_dies_twice_is_named(
-    maker: RunMaker, tmp_path: Path, requested: Path
-) -> None:
+def test_a_process_that_dies_is_started_again_once(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
     dies = 'died = folder + "/died"; os.path.exists(died) or (open(died, "w").close(), os._exit(9)); return 0.5'
     once = function(tmp_path, requested, dies)
     assert values(maker.store, score(maker, section(once, processes=1))) == [0.5] * 8
@@ -306,9 +284,6 @@ def advantages(maker: RunMaker, *sections: RewardSection) -> pl.DataFrame:
 def test_a_failed_sample_takes_the_mean_of_its_siblings(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
     settings = function(tmp_path, requested, 'return math.nan if "2 of group 0" in text else float(text.split()[1])')
     mine = section(settings, max_failures=0.2)
-    table = advantages(maker, mine)
-    # A failed sample whose only reward is missing has none; with another reward beside it the mean stands in.
-    assert table["reward"].to_list() == [0.0, 1.0, None, 3.0, 0.0, 1.0, 2.0, 3.0]
     (tmp_path / "other").mkdir()
     other = function(tmp_path / "other", requested, "return 1.0")
     beside = RewardSection(reward="function", name="beside", settings=other)
@@ -321,45 +296,10 @@ def test_a_failed_sample_takes_the_mean_of_its_siblings(maker: RunMaker, tmp_pat
     ]
 
 
-def test_failures_are_a_share_of_the_samples_that_the_reward_is_meant_for(
-    maker: RunMaker, tmp_path: Path, requested: Path
-) -> None:
+def test_failures_are_a_share_of_the_samples_in_scope(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
     settings = function(tmp_path, requested, "return math.nan")
     with pytest.raises(FailedSamplesError, match="of 4 samples"):
         score(maker, section(settings, datasets=("poems",), max_failures=0.9))
-
-
-@pytest.mark.slow
-def test_processes_that_score_end_with_a_run_that_is_killed(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
-    settings = function(tmp_path, requested, 'open(f"{folder}/{os.getpid()}.pid", "w").close(); return 0.5')
-    program = f"""
-import time
-from configs.scoring import RewardSection
-from tasks.rewards.rows import score_in_processes
-from tasks.storage.artifacts.store import ArtifactStore
-
-if __name__ == "__main__":
-    section = RewardSection.model_validate_json({section(settings, processes=2).model_dump_json()!r})
-    store = ArtifactStore({maker.store.root!r}, {maker.store.run!r})
-    source = store.local_files(store.find("{PLACE}/rollouts"))
-    names = frozenset(f"i000001.p{{group:04d}}.s{{sibling:02d}}" for group in range(2) for sibling in range(4))
-    list(score_in_processes(section, source, names, store, store.run))
-    print("scored", flush=True)
-    time.sleep(600)
-"""
-    (tmp_path / "parent.py").write_text(program)
-    command = [sys.executable, str(tmp_path / "parent.py")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as parent:
-        assert parent.stdout is not None
-        assert parent.stdout.readline() == b"scored\n"
-        children = [int(path.stem) for path in tmp_path.glob("*.pid")]
-        assert children
-        parent.kill()
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline, f"{children} are still there"
-        time.sleep(0.1)
 
 
 def test_a_function_of_images_without_tokens_gets_no_ids(tmp_path: Path) -> None:
@@ -395,3 +335,69 @@ def test_relative_targets_are_found_from_another_folder(tmp_path: Path, monkeypa
     (tmp_path / "0.png").unlink()
     error = refused(lambda: score_reward_task.fn(rollouts, similar, "other", "t", PlacementSection()))
     assert (error.place, error.value) == ("data.targets", "0.png")
+
+
+FIRST, SECOND = png((30, 0, 0)), png((70, 0, 0))
+SUM_OF_REDS = """
+def score(completions, source_images, **columns):
+    return [sum(image.getpixel((0, 0))[0] for image in images) for images in source_images]
+"""
+VALUES = [100.0] * GROUP_SIZE + [0.0] * GROUP_SIZE
+"""The first prompt has two images, whose reds add up to this; the second has none."""
+
+
+@pytest.fixture(params=["text", "image"])
+def sourced(tmp_path: Path, request: pytest.FixtureRequest) -> RunMaker:
+    maker = RunMaker(tmp_path / "runs", modality=request.param)
+    maker.sources[0] = [FIRST, SECOND]
+    use_store(maker.store)
+    maker.rollouts(PLACE, "i000001")
+    return maker
+
+
+@pytest.fixture
+def reds(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "mine.py").write_text(SUM_OF_REDS)
+    return {"function": f"{tmp_path / 'mine.py'}:score"}
+
+
+def score_red(
+    store: ArtifactStore, settings: dict[str, Any], rollouts: ArtifactRef | None = None, **more: Any
+) -> list[Any]:
+    section = RewardSection(reward="function", name="mine", settings=settings, **more)
+    use_store(store)
+    rollouts = rollouts or store.find(f"{PLACE}/rollouts")
+    placement = PlacementSection(devices="cpu")
+    return values(store, score_reward_task.fn(rollouts, section, f"{PLACE}/rewards", "iteration 1", placement))
+
+
+def test_each_sample_is_scored_with_the_images_of_its_prompt(sourced: RunMaker, reds: dict[str, Any]) -> None:
+    assert score_red(sourced.store, reds) == VALUES
+    assert score_red(sourced.store, reds, batch_size=1) == VALUES
+    section = RewardSection(reward="function", name="mine", settings=reds)
+    again = score_again(sourced.store, 1, SamplingRound(rollouts_of(sourced), {}), [section], samples=8)
+    assert again["value"].to_list() == VALUES
+    # Another run scores them from where they are.
+    other = ArtifactStore(sourced.store.root, "other")
+    assert score_red(other, reds, rollouts_of(sourced)) == VALUES
+
+
+@pytest.mark.slow
+def test_images_of_prompts_reach_other_processes(sourced: RunMaker, reds: dict[str, Any]) -> None:
+    try:
+        assert score_red(sourced.store, reds, processes=2, batch_size=1) == VALUES
+    finally:
+        resource(ChildProcesses).close()
+
+
+def test_a_damaged_image_is_refused_by_who_looks_at_it(sourced: RunMaker, reds: dict[str, Any], tmp_path: Path) -> None:
+    digest = hashlib.sha256(SECOND).hexdigest()
+    flip_last_byte(sourced.folder / source_file(digest))
+    with pytest.raises(InputError, match=r"sample i000001\.p0000\.s00") as caught:
+        score_red(sourced.store, reds)
+    assert caught.value.place.endswith(source_file(digest))
+    (tmp_path / "blind.py").write_text("def score(prompts, completions, images=None):\n    return [1] * len(prompts)\n")
+    if sourced.texts:
+        # It names images, which are those in the prompts here.
+        with pytest.raises(InputError, match=digest):
+            score_red(sourced.store, {"function": f"{tmp_path / 'blind.py'}:score"})

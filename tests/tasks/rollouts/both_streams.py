@@ -17,8 +17,9 @@ from tasks.models.resident import ResidentPolicy
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.rollouts.collect_rollouts import collect_rollouts_task
-from tasks.rollouts.plan import RolloutPlan, plan_round
+from tasks.rollouts.plan import RolloutPlan
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
+from tests.tasks.stage_calls import round_of
 from tests.tasks.update.update_jobs import JOINT
 
 ROLLOUT = GlmImageRolloutSection(
@@ -37,11 +38,9 @@ def plan(
     *, images_of_samples: Sequence[int] = UNEVEN, window_start: int | None = 0, prompts: int = 2, iteration: int = 1
 ) -> RolloutPlan:
     texts = ("a red circle", "a blue cross", "a green square")[:prompts]
-    return plan_round(
+    return round_of(
         [DrawnPrompt("default", Prompt(f"id{place}", text, {}), None) for place, text in enumerate(texts)],
-        seed=11,
         iteration=iteration,
-        sampling_round=1,
         images_of_samples=images_of_samples,
         shared_noise=False,
         window_start=window_start,
@@ -53,7 +52,6 @@ def collect(planned: RolloutPlan) -> ArtifactRef:
 
 
 def sampled(planned: RolloutPlan) -> list[RolloutGroup]:
-    """What the policy records for a plan, as it is in memory."""
     sampler = resource(ResidentPolicy).at(policy(), JOINT.spec(), ROLLOUT, PLACEMENT)
     return list(collect_rollouts(sampler, [planned.request(group) for group in planned.groups], prompts_per_batch=1))
 

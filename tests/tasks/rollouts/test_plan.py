@@ -15,7 +15,8 @@ from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.prompts.source_images import SourceReference
 from tasks.prompts.targets import TargetReference
-from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
+from tasks.rollouts.plan import RolloutPlan, plan_evaluation
+from tests.tasks.stage_calls import round_of
 
 PROMPTS = tuple(
     DrawnPrompt(
@@ -27,25 +28,8 @@ PROMPTS = tuple(
 )
 
 
-def iteration(
-    number: int = 1,
-    *,
-    sampling_round: int = 1,
-    seed: int = 0,
-    count: int = 3,
-    images_of_samples: tuple[int, ...] = (1, 1),
-    noise: bool = True,
-    window_start: int | None = None,
-) -> RolloutPlan:
-    return plan_round(
-        [PROMPTS[place % 5] for place in range(count)],
-        seed=seed,
-        iteration=number,
-        sampling_round=sampling_round,
-        images_of_samples=images_of_samples,
-        shared_noise=noise,
-        window_start=window_start,
-    )
+def iteration(number: int = 1, *, count: int = 3, **changes: Any) -> RolloutPlan:
+    return round_of([PROMPTS[place % 5] for place in range(count)], iteration=number, **changes)
 
 
 def seeds(plan: RolloutPlan) -> list[int]:
@@ -56,7 +40,7 @@ def names(plan: RolloutPlan) -> list[str]:
     return [name for group in plan.groups for name in plan.request(group).sample_ids]
 
 
-def test_names_say_iteration_occurrence_and_sibling() -> None:
+def test_names_say_iteration_occurrence_and_sibling_and_are_unique() -> None:
     assert names(iteration(7, count=2)) == [
         "i000007.p0000.s00",
         "i000007.p0000.s01",
@@ -66,9 +50,6 @@ def test_names_say_iteration_occurrence_and_sibling() -> None:
     assert iteration(7).folder == "iteration_000007"
     assert names(iteration(7, sampling_round=2, count=1)) == ["i000007.d02.p0000.s00", "i000007.d02.p0000.s01"]
     assert iteration(7, sampling_round=2).folder == "iteration_000007/round_02"
-
-
-def test_every_sample_of_a_run_has_a_unique_name_and_seed() -> None:
     plans = [
         iteration(number, sampling_round=later, count=7, images_of_samples=(1, 1, 1, 1))
         for number in range(1, 6)
@@ -87,7 +68,7 @@ def test_seeds_depend_on_the_place_alone() -> None:
 
 
 def test_siblings_share_the_noise_or_not() -> None:
-    shared, own = iteration(), iteration(noise=False)
+    shared, own = iteration(), iteration(shared_noise=False)
     for group in shared.groups:
         assert len(set(shared.request(group).noise_seeds)) == 1
         assert len(set(own.request(group).noise_seeds)) == 2
@@ -101,7 +82,7 @@ def requested(images_of_samples: tuple[int, ...], **changes: Any) -> GroupReques
 
 
 def test_renderings_of_a_draft_have_its_tokens_and_steps_of_their_own() -> None:
-    uneven = requested((3, 1, 1), noise=False)
+    uneven = requested((3, 1, 1), shared_noise=False)
     assert [name.removeprefix("i000001.p0000.") for name in uneven.sample_ids] == [
         "s00.r00",
         "s00.r01",
@@ -121,20 +102,17 @@ def test_renderings_of_a_draft_have_its_tokens_and_steps_of_their_own() -> None:
 
 def test_all_samples_of_one_draft_are_its_renderings() -> None:
     """A pipeline without tokens, whose samples have the names that those of several drafts have."""
-    one = requested((4,), noise=False)
+    one = requested((4,), shared_noise=False)
     assert one.sample_ids == requested((1, 1, 1, 1)).sample_ids
     assert len(set(one.seeds)) == 1
     assert [len(set(seeds)) for seeds in (one.step_seeds, one.noise_seeds)] == [4, 4]
     assert iteration(images_of_samples=(4,)).places == ((0, 0), (0, 1), (0, 2), (0, 3))
 
 
-def test_without_a_window_there_is_no_noise_in_the_steps() -> None:
+def test_without_a_window_there_is_no_noise_and_a_plan_arrives_elsewhere_as_it_is() -> None:
     plan = iteration()
     request = plan.request(plan.groups[0])
     assert (request.step_seeds, request.window_start) == ((), None)
-
-
-def test_a_plan_arrives_elsewhere_as_it_is() -> None:
     for plan in (iteration(), iteration(images_of_samples=(2, 1), window_start=0)):
         assert RolloutPlan.model_validate_json(plan.model_dump_json()) == plan
 
@@ -169,18 +147,13 @@ SIZES = (ImageSize(64, 64), ImageSize(32, 64), ImageSize(64, 32))
 
 
 @given(st.lists(st.sampled_from(SIZES), min_size=1, max_size=12), st.integers(1, 4), st.data())
-def test_groups_of_one_size_are_sampled_together_also_by_a_shard(
+def test_groups_of_one_size_are_sampled_together(
     sizes: list[ImageSize], prompts_per_batch: int, data: st.DataObject
 ) -> None:
     """Names and seeds are those of the order in which the prompts were drawn."""
     drawn = [replace(PROMPTS[place % 5], size=size) for place, size in enumerate(sizes)]
     plain = [replace(prompt, size=None) for prompt in drawn]
-    plan, unsized = (
-        plan_round(
-            each, seed=0, iteration=1, sampling_round=1, images_of_samples=(1, 1), shared_noise=True, window_start=None
-        )
-        for each in (drawn, plain)
-    )
+    plan, unsized = round_of(drawn), round_of(plain)
     groups = {group.group_id: group for group in plan.groups}
     assert [groups[group.group_id].model_copy(update={"size": None}) for group in unsized.groups] == [*unsized.groups]
     assert [groups[group.group_id].size for group in unsized.groups] == sizes

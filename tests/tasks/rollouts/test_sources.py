@@ -16,7 +16,7 @@ from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.prompts.source_images import SourceReference
 from tasks.rollouts.collect_rollouts import collect_rollouts_task, draw_baseline_task
-from tasks.rollouts.plan import RolloutPlan, plan_round
+from tasks.rollouts.plan import RolloutPlan
 from tasks.rollouts.streams import StatesWriter, read_denoising
 from tasks.runs.layout import source_file
 from tasks.runs.sources import read_sources, sources_of, store_sources
@@ -24,11 +24,10 @@ from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.update.rows import read_training_rows
 from tests.flows.conftest import heard_of
-from tests.tasks.prompts.test_source_images import png
 from tests.tasks.reports.made_runs import flip_last_byte
 from tests.tasks.rollouts.both_streams import PLACEMENT, made_group, random_states
 from tests.tasks.rollouts.both_streams import plan as plan_of_images
-from tests.tasks.stage_calls import table_of
+from tests.tasks.stage_calls import png, round_of, table_of
 from tests.tasks.update.update_jobs import ABOUT_IMAGES, advantages_table
 
 A, B = SourceImage.of(png(1)), SourceImage.of(png(2))
@@ -50,15 +49,7 @@ def plan(images: Sequence[tuple[SourceImage, ...]] = OF_PROMPTS) -> RolloutPlan:
         Prompt(f"id{place}", f"where is the {('red', 'blue', 'green')[place]} circle?", {}, tuple(map(reference, each)))
         for place, each in enumerate(images)
     ]
-    return plan_round(
-        [DrawnPrompt("default", prompt, None) for prompt in prompts],
-        seed=11,
-        iteration=1,
-        sampling_round=1,
-        images_of_samples=(1, 1),
-        shared_noise=False,
-        window_start=None,
-    )
+    return round_of([DrawnPrompt("default", prompt, None) for prompt in prompts], shared_noise=False)
 
 
 def policy() -> PolicyRef:
@@ -150,7 +141,6 @@ class TestStages:
             rows = read_training_rows(
                 store, [rollouts], advantages, policy(), family, tmp_path, stream="tokens", max_staleness=0
             ).rows
-            assert isinstance(rows.actions, TokenBatch)
             return rows.actions
 
         assert read().sources == ((A,), (), (B, A))
@@ -183,7 +173,7 @@ class TestStages:
             }
         )
         actions = read_denoising(table, [tmp_path / "rollouts"], tmp_path, 2, ((A,), (B, A))).actions
-        assert actions.sources == actions.drafts.sources == ((A,), (B, A))  # type: ignore[union-attr]
+        assert actions.sources == actions.drafts.sources == ((A,), (B, A))
 
 
 def test_baselines_name_them_too(store: ArtifactStore, tmp_path: Path) -> None:

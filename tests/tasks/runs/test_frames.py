@@ -47,6 +47,7 @@ def test_samples_have_their_scores_and_images(run: StoredRun) -> None:
     samples = run.samples(prompt="BLUE", iterations=range(2, 4))
     # Siblings of the second group in iteration 2, and in both rounds of iteration 3.
     assert samples["prompt"].unique().to_list() == ["a blue square"]
+    assert run.samples(prompt="a .* square").is_empty()
     expected = [reward_of(1, sibling, shift) for shift in (0.1, 0.2, 0.2) for sibling in range(4)]
     for column in ("reward", "rewards/ssim", "rewards/psnr"):
         assert samples[column].to_list() == expected
@@ -67,19 +68,6 @@ def test_samples_of_two_streams_have_the_advantages_of_both(tmp_path: Path) -> N
     advantages = run.advantages(iterations=[1])
     assert advantages.group_by("stream", maintain_order=True).len().rows() == [("tokens", 6), ("denoising", 4)]
     assert run.heldout(policies=[0]).height == 8
-
-
-def test_images_without_tokens_have_frames(tmp_path: Path) -> None:
-    run = open_run(whole_run(tmp_path, streams=("denoising",)).folder)
-    assert run.rollouts(iterations=[1])["denoising_logprobs"][0].to_list() == [1.25, -0.5]
-    samples = run.samples(iterations=[1])
-    assert samples["reward"].to_list()[:4] == [0.4, 0.1, 0.9, None]
-    assert not [name for name in samples.columns if name.startswith("advantages/")]
-    assert run.heldout(policies=[2]).height == 8
-
-
-def test_a_prompt_is_no_pattern_and_may_match_nothing(run: StoredRun) -> None:
-    assert run.samples(prompt="a .* square").is_empty()
 
 
 def test_a_bucket_has_the_same_frames(run: StoredRun, maker: RunMaker) -> None:
@@ -114,7 +102,7 @@ def test_damage_is_an_error_and_nothing_is_changed(tmp_path: Path) -> None:
         (lambda run: run.heldout(policies=[1]), "held-out policies of made", 1),
     ],
 )
-def test_what_a_run_does_not_have_is_named(
+def test_what_is_not_there_is_named(
     run: StoredRun, read: Callable[[StoredRun], object], place: str, value: object
 ) -> None:
     with pytest.raises(InputError) as caught:

@@ -1,13 +1,15 @@
-"""Metrics of an iteration, their table, and the view of a run's folder with whatever is damaged in it."""
+"""Metrics of rounds and iterations, and the view of a run with whatever is damaged in it."""
 
 import io
 import json
 import random
+import statistics
 from pathlib import Path
 
 import polars as pl
 import pytest
 
+from tasks.metrics import pool_rounds, stage_metrics
 from tasks.runs.layout import STAGES, SamplingRound, StoredEvaluation
 from tasks.runs.read_run import gather_metrics, read_metrics, read_run, with_earlier, write_metrics
 from tasks.runs.reader import RunReader
@@ -25,7 +27,6 @@ def artifact(folder: str, seconds: float, rows: int = 1, **metrics: float) -> Ar
 
 def kept(store: ArtifactStore) -> dict[str, float]:
     content = store.read_file("iteration_000001/metrics.parquet")
-    assert content is not None
     table = pl.read_parquet(io.BytesIO(content))
     return dict(zip(table["metric"], table["value"], strict=True))
 
@@ -77,16 +78,13 @@ def test_seconds_and_speeds_count_all_rounds_and_memory_the_highest_of_them() ->
     assert {name: value for name, value in metrics.items() if "gpu" in name} == {"gpu_memory/rollouts": 4.0}
 
 
-def test_speeds_count_the_tokens_of_a_draft_once_and_none_without_tokens() -> None:
+def test_drafts_count_once_and_a_replay_has_advantages_and_an_update() -> None:
     uneven = artifact("a", 2.0, 16, **{"completions/mean_length": 5.0, "completions/token_samples": 12.0})
     metrics = gather_metrics([SamplingRound(uneven, {})], ADVANTAGES, UPDATE, None)
     assert (metrics["samples_per_second"], metrics["tokens_per_second"]) == (16 / 2, 60 / 2)
     metrics = gather_metrics([SamplingRound(artifact("a", 2.0, 8), {})], ADVANTAGES, UPDATE, None)
     assert metrics["samples_per_second"] == 4.0
     assert not [name for name in metrics if "token" in name]
-
-
-def test_a_replay_has_advantages_and_an_update_and_no_running_moments() -> None:
     scored = artifact("iteration_000001/advantages", 0.25, **{"reward": 0.4, "running/x/mean": 0.5})
     seconds = {"rollouts": 0.0, "rewards": 0.0, "advantages": 0.25, "update": 0.5}
     expected = {"reward": 0.4, "kl": 0.1, "step_time": 0.75, **{f"seconds/{stage}": s for stage, s in seconds.items()}}
@@ -105,7 +103,6 @@ def test_guardrails_have_a_metric_each_where_they_apply() -> None:
 
 
 def rewrite(store: ArtifactStore, metrics: dict[str, float], wall_time: float = 2.0) -> None:
-    """What another start of the run does with an iteration."""
     write_metrics(store, 1, with_earlier(metrics, read_metrics(store, 1), wall_time))
 
 
@@ -140,7 +137,7 @@ def read(maker: RunMaker, shown: int | None = None) -> RunView:
     return read_run(RunReader(maker.store), shown)
 
 
-def test_a_finished_run(tmp_path: Path) -> None:
+def test_a_finished_run_and_one_that_has_only_begun(tmp_path: Path) -> None:
     run = read(whole_run(tmp_path))
     assert run.finished
     assert (run.policy_version, run.policy_digest) == (2, f"{2:064d}")
@@ -156,14 +153,16 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "update": 6.0,
         "evaluation": 14.0,
     }
-    assert run.shown is not None
     assert run.shown.iteration == 2
     assert run.shown.metrics["step_time"] == 10.0
     assert run.shown.metrics["heldout_reward"] == 0.75
     assert run.damages == ()
+    run = read(RunMaker(tmp_path, "begun"))
+    assert (run.policy_version, run.policy_digest, run.shown) == (0, "base" * 16, None)
+    assert run.seconds["total"] == 0
 
 
-def test_a_run_killed_in_its_second_iteration(tmp_path: Path) -> None:
+def test_a_run_killed_in_its_second_iteration_or_round(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path, planned=5)
     maker.iteration(1)
     maker.rollouts("iteration_000002", "i000002")
@@ -173,15 +172,14 @@ def test_a_run_killed_in_its_second_iteration(tmp_path: Path) -> None:
     assert not run.finished
     assert run.policy_version == 1
     assert [tuple(view.stages) for view in run.iterations][1] == ("rollouts",)
-    assert run.shown is not None
     assert run.shown.iteration == 1  # the last one whose images have rewards
     assert run.damages == ()
-
-
-def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
-    run = read(RunMaker(tmp_path))
-    assert (run.policy_version, run.policy_digest, run.shown) == (0, "base" * 16, None)
-    assert run.seconds["total"] == 0
+    maker = RunMaker(tmp_path, "redrawn")
+    maker.draw("iteration_000001", 1, "i000001", ["i000001"])
+    maker.rollouts("iteration_000001/round_02", "i000001.d02")
+    (view,) = read(maker).iterations
+    assert (view.rounds, len(view.stages["rewards"]), view.complete) == (2, 1, False)
+    assert view.metrics["num_tokens"] == 16.0  # of the round that has advantages
 
 
 def test_guardrails_by_label(tmp_path: Path) -> None:
@@ -227,9 +225,7 @@ TABLE = "iteration_000001/metrics.parquet"
         *(("config.yaml", content) for content in (b"run: [", b"\xff\xfe\x00", b"7", None)),
     ],
 )
-def test_metrics_come_from_the_stages_whatever_else_is_damaged(
-    tmp_path: Path, place: str, content: bytes | None
-) -> None:
+def test_metrics_come_from_the_stages(tmp_path: Path, place: str, content: bytes | None) -> None:
     maker = whole_run(tmp_path)
     if content is not None:
         (maker.folder / place).write_bytes(content)
@@ -272,15 +268,6 @@ def test_metrics_of_an_iteration_of_several_rounds(tmp_path: Path) -> None:
     assert run.damages == ()
 
 
-def test_a_run_killed_in_its_second_round(tmp_path: Path) -> None:
-    maker = RunMaker(tmp_path)
-    maker.draw("iteration_000001", 1, "i000001", ["i000001"])
-    maker.rollouts("iteration_000001/round_02", "i000001.d02")
-    (view,) = read(maker).iterations
-    assert (view.rounds, len(view.stages["rewards"]), view.complete) == (2, 1, False)
-    assert view.metrics["num_tokens"] == 16.0  # of the round that has advantages
-
-
 def test_a_damaged_round_leaves_the_others(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     maker.iteration(1, rounds=2)
@@ -296,3 +283,56 @@ def test_a_damaged_round_leaves_the_others(tmp_path: Path) -> None:
     (view,) = read(maker).iterations
     assert "advantages" not in view.stages
     assert "reward" not in view.metrics
+
+
+def made(rows: int, **metrics: float) -> ArtifactRef:
+    return artifact("x", 0.0, rows, **{name.replace("__", "/"): value for name, value in metrics.items()})
+
+
+def test_counts_are_summed_extremes_taken_and_means_weighted_by_samples() -> None:
+    first = made(6, tokens=7.0, completions__min_length=2.0, completions__max_length=5.0, rewards__a__mean=0.5)
+    second = made(2, tokens=3.0, completions__min_length=1.0, completions__max_length=4.0, rewards__a__mean=0.9)
+    assert pool_rounds([first, second]) == {
+        "tokens": 10.0,
+        "completions/min_length": 1.0,
+        "completions/max_length": 5.0,
+        "rewards/a/mean": 0.6,
+    }
+    assert pool_rounds([made(6, rewards__a__mean=0.5, rewards__a__null=1.0), made(2, rewards__a__null=2.0)]) == {
+        "rewards/a/mean": 0.5,
+        "rewards/a/null": 3.0,
+    }
+
+
+def test_what_functions_report_has_its_own_name_unless_the_run_has_a_metric_of_it() -> None:
+    """Means over two functions that report the same, and over two rounds of 6 and 2 rows."""
+    stages = {
+        ("rollouts", ""): [made(6, entropy=1.5), made(2, entropy=1.5)],
+        ("rewards", "a"): [made(6, logged__share=0.5, logged__entropy=9.0), made(2, logged__share=0.9)],
+        ("rewards", "b"): [made(6, logged__share=0.2, logged__answer__std=3.0), made(2, logged__answer__std=1.0)],
+    }
+    found = stage_metrics(stages, None, sampling="rollouts")
+    expected = {"entropy": 1.5, "logged/entropy": 9.0, "share": (0.6 + 0.2) / 2, "answer/std": 2.5}
+    assert {name: found.get(name) for name in expected} == pytest.approx(expected)
+    assert "logged/share" not in found
+
+
+def test_means_and_deviations_are_those_of_all_scored_samples_together() -> None:
+    """Each round also has samples that the reward does not apply to, one in the first and three in the second."""
+    first, second = [0.1, 0.5, 0.9], [0.2, 0.3]
+    rounds = [
+        made(
+            len(values) + nulls,
+            rewards__a__mean=statistics.fmean(values),
+            rewards__a__std=statistics.stdev(values),
+            rewards__a__null=float(nulls),
+        )
+        for values, nulls in ((first, 1), (second, 3))
+    ]
+    assert pool_rounds(rounds) == pytest.approx(
+        {
+            "rewards/a/mean": statistics.fmean([*first, *second]),
+            "rewards/a/std": statistics.stdev([*first, *second]),
+            "rewards/a/null": 4.0,
+        }
+    )

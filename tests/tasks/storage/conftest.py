@@ -11,7 +11,6 @@ from tests.servers import S3Server, forget_clients, s3_server
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A server of the S3 protocol."""
     with s3_server(tmp_path_factory.mktemp("s3")) as server:
         forget_clients()
         yield server
@@ -33,18 +32,15 @@ def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str
 
 @pytest.fixture
 def local(tmp_path: Path) -> ArtifactStore:
-    """A run on a local disk."""
     return ArtifactStore(str(tmp_path / "runs"), "run")
 
 
 @pytest.fixture
 def remote(bucket: str) -> ArtifactStore:
-    """A run in a bucket."""
     return ArtifactStore(f"{bucket}/runs", "run")
 
 
 @pytest.fixture(params=["local", "remote"])
 def store(request: pytest.FixtureRequest) -> ArtifactStore:
-    """A run on each kind of root."""
     found: ArtifactStore = request.getfixturevalue(request.param)
     return found

@@ -1,11 +1,14 @@
-"""Rows of rollouts and advantages; a small artifact, its run on both kinds of root, and what is done to it."""
+"""A small artifact, its run on both kinds of root, what is done to it, and kills before each step of that."""
 
 import contextlib
 import io
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +104,6 @@ def commit(store: ArtifactStore, folder: str = FOLDER, *, seconds: float = 1.0, 
 def delete(
     store: ArtifactStore, reference: ArtifactRef, names: Collection[str], pruned: Mapping[str, Any] = PRUNED
 ) -> ArtifactRef:
-    """Delete these files of an artifact."""
     delete_files(store, reference, names, pruned=pruned)
     return reference
 
@@ -111,7 +113,6 @@ def root_url(store: ArtifactStore) -> str:
 
 
 def another(store: ArtifactStore, run: str = "run") -> ArtifactStore:
-    """A run of the same root, opened anew."""
     return ArtifactStore(root_url(store), run)
 
 
@@ -130,7 +131,6 @@ def writer_elsewhere(store: ArtifactStore) -> Iterator[tuple["subprocess.Popen[s
     """A process that has begun to write an artifact, and its staging folder."""
     command = [sys.executable, "-c", WRITER, root_url(store)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
         yield child, Path(child.stdout.readline().strip())
         child.kill()
 
@@ -162,3 +162,37 @@ def flip(store: ArtifactStore, name: str) -> None:
     content = bytearray(store.filesystem.cat_file(store.path(name)))
     content[len(content) // 2] ^= 1
     overwrite(store, name, bytes(content))
+
+
+Steps = list[tuple[Any, str]]
+"""Methods that count as steps: owner and name."""
+
+
+def kill_before_each_step(prepare: Callable[[int], Callable[[], tuple[Steps, Callable[[], object]]]]) -> None:
+    """Print how often the action was started: each time in a forked process, killed one step later than the last.
+
+    Args:
+        prepare: prepares the start with this number, from 1, and returns what gives the steps and the action in the
+            forked process. The last start comes to its end.
+    """
+    for number in itertools.count(1):
+        begin = prepare(number)
+        pid = os.fork()
+        if pid == 0:
+            (steps, action), left = begin(), iter(range(number - 1))
+            for owner, name in steps:
+                setattr(owner, name, _killed_at_the_end_of(left, getattr(owner, name)))
+            action()
+            os._exit(0)
+        if not os.WIFSIGNALED(os.waitpid(pid, 0)[1]):
+            print(number)
+            break
+
+
+def _killed_at_the_end_of(left: Iterator[int], real: Callable[..., object]) -> Callable[..., object]:
+    def step(*arguments: Any, **options: Any) -> object:
+        if next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+
+    return step

@@ -1,6 +1,12 @@
-"""The steps of a write that is complete or absent."""
+"""Temporary files, none of which outlives the next start; a full disk; and writes that are complete or absent."""
 
 import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -9,8 +15,112 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_core.errors import InputError
+from grpo_core.user_code import PROJECT_PACKAGES
+from tasks.process import CHECKOUT, environment
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.files import fsync_folder, matching, move_folder, remove_folder, temporary_folder
+from tasks.storage.files import fsync_folder, matching, move_folder, remove_folder, scratch_folder, temporary_folder
+from tasks.storage.roots import StorageError
+
+KILLED = """
+import os, signal, sys
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.files import scratch_folder
+store = ArtifactStore(sys.argv[1], "run")
+with store.scratch() as of_run, scratch_folder() as of_none, store.staging() as staged:
+    for folder in (of_run, of_none, staged):
+        (folder / "latents").write_bytes(bytes(1000))
+    print(of_run, of_none, staged, flush=True)
+    if sys.argv[2] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("way", ["killed", "alive"])
+def test_a_start_removes_what_killed_processes_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "runs"), way]
+    variables = environment(TMPDIR=str(tmp_path))
+    with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        left = [Path(folder) for folder in process.stdout.readline().split()]
+        if way == "killed":
+            assert process.wait() == -signal.SIGKILL
+        assert [(folder / "latents").exists() for folder in left] == [True] * 3
+        ArtifactStore(str(tmp_path / "runs"), "run").clear_abandoned()
+        assert [folder.parent.exists() for folder in left] == [way == "alive"] * 3
+        process.communicate()
+    assert not any(folder.parent.exists() for folder in left)
+
+
+MAKES_FOLDERS = {
+    # Next to what they become, so that a rename does.
+    "flows/export/export.py",
+    "flows/preflight/engine.py",
+    "tasks/reports/report.py",
+    "data/recipes/trainer.py",
+    # A few lines of text.
+    "flows/command_line/flow_commands.py",
+}
+
+
+def test_temporary_folders_are_made_where_a_start_looks_for_them() -> None:
+    files = [file for layer in ("flows", *PROJECT_PACKAGES) for file in (CHECKOUT / layer).rglob("*.py")]
+    making = re.compile(r"\.(TemporaryDirectory|mkdtemp|mkstemp)\(")
+    made = {file.relative_to(CHECKOUT).as_posix() for file in files if making.search(file.read_text())}
+    assert made == MAKES_FOLDERS
+
+
+def fill(folder: Path) -> None:
+    with (folder / "full").open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
+def make_folders(folder: Path) -> None:
+    """Its errors have a name, where those of an open file have none."""
+    try:
+        fill(folder)
+    except OSError:
+        for number in range(10_000):
+            (folder / f"{number}").mkdir()
+            (folder / f"{number}" / "file").write_bytes(bytes(4096))
+
+
+@pytest.mark.parametrize("failing", [fill, make_folders])
+@pytest.mark.parametrize("full", ["TMPDIR", "storage.root"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_disk_that_is_full_is_named_with_its_free_space(
+    tiny_disk: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: Callable[[Path], None],
+    full: str,
+    nested: bool,
+) -> None:
+    """In an update the temporary folder is used while its results are staged on the root's disk."""
+    other = tmp_path / "other"
+    other.mkdir()
+    temporary, root = (tiny_disk, other) if full == "TMPDIR" else (other, tiny_disk)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    store = ArtifactStore(str(root), "run")
+
+    def fail() -> None:
+        if full == "storage.root":
+            with store.scratch(), store.staging() as folder:
+                failing(folder)
+        elif nested:
+            with store.staging(), store.scratch() as folder:
+                failing(folder)
+        else:
+            with store.scratch() as folder:
+                failing(folder)
+
+    with pytest.raises(StorageError, match=r"the disk is full \(0\.\d MiB free\)") as caught:
+        fail()
+    assert (caught.value.place, caught.value.value) == (full, str(tiny_disk))
+    assert [each for each in tiny_disk.rglob("*") if each.name == "full"] == []
+    with scratch_folder() as folder:
+        assert os.listdir(folder) == []
 
 
 @pytest.mark.parametrize(("mask", "rights"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])

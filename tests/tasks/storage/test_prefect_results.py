@@ -87,9 +87,7 @@ class _Bomb:
         return os.mkdir, ("exploded",)
 
 
-def test_no_record_can_choose_its_decoder(
-    store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_record_chooses_its_decoder(store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     metadata = ResultRecordMetadata(serializer=PickleSerializer(picklelib="pickle"), storage_key=KEY)
     bomb = ResultRecord(metadata=metadata, result=_Bomb()).serialize()

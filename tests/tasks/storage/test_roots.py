@@ -1,14 +1,22 @@
-"""The URL of a root: no secret in it, and none in a message."""
+"""A root: no secret in its URL or in a message, and a lock only where a file is created once."""
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
+import fsspec
 import pytest
+from fsspec import AbstractFileSystem
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.cached import SimpleCacheFileSystem, WholeFileCacheFileSystem
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from configs.loader import read_config
 from flows.preflight.inputs import check_inputs
@@ -18,8 +26,9 @@ from tasks.storage import roots
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.restore import restore_artifact
 from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.storage.lease import take_lease, this_process
 from tasks.storage.prefect_results import StageRecords, decode_reference, encode_reference
-from tasks.storage.roots import StorageError, UnreachableStorageError, open_root
+from tasks.storage.roots import StorageError, UnreachableStorageError, open_root, require_exclusive_create
 from tests.servers import S3Server, forget_clients
 from tests.tasks.storage.made_artifacts import FOLDER, another, commit
 
@@ -100,9 +109,6 @@ class TestRefusals:
         assert (caught.value.place, caught.value.value) == ("storage.root", root)
         return caught.value
 
-    def test_absent_bucket(self, bucket: str) -> None:
-        assert "no such bucket" in self.refusal(f"{bucket}-absent/runs").hint
-
     @pytest.mark.parametrize("missing", RIGHTS)
     def test_missing_rights(self, s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
         user = s3.make_user(*(f"s3:{right}" for right in RIGHTS if right != missing))
@@ -115,6 +121,7 @@ class TestRefusals:
             error = self.refusal(f"{bucket}/runs")
         assert "refuses" in error.hint
         assert "hidden-secret" not in str(error)
+        assert "no such bucket" in self.refusal(f"{bucket}-absent/runs").hint
 
     def test_no_keys(self, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -161,9 +168,7 @@ class TestFailuresInARun:
                 assert retryable_kind(caught.value) is None, name
         assert remote.find(FOLDER) == reference
 
-    def test_a_stage_does_not_run_again_while_it_is_not_known_whether_it_has_run(
-        self, remote: ArtifactStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_unreadable_records_make_no_stage_run(self, remote: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
         use_store(remote)
         value = encode_reference(commit(remote))
 
@@ -181,3 +186,73 @@ class TestFailuresInARun:
             with contextlib.suppress(StaleReferenceError):
                 reading()
             assert remote.unread == set()
+
+
+class ExclusiveFileSystem(LocalFileSystem):
+    """The disk creates the file, or says that there is one."""
+
+    protocol = "exclusive"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_EXCL if mode == "create" else os.O_TRUNC)
+        with open(os.open(self._strip_protocol(path), flags), "wb") as file:
+            file.write(value)
+
+
+class ForgetfulFileSystem(ExclusiveFileSystem):
+    """A service that knows no conditional writes and ignores the condition."""
+
+    protocol = "forgetful"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        super().pipe_file(path, value)
+
+
+REFUSED: dict[str, Callable[[], AbstractFileSystem]] = {
+    "looks before it writes": LocalFileSystem,
+    "looks, in a folder": lambda: DirFileSystem(path="/", fs=LocalFileSystem()),
+    "looks, asynchronously": lambda: AsyncFileSystemWrapper(LocalFileSystem()),
+    "looks, behind a cache": lambda: SimpleCacheFileSystem(fs=LocalFileSystem()),
+    "looks, behind another cache": lambda: WholeFileCacheFileSystem(fs=LocalFileSystem()),
+    "looks, in memory that is wrapped": lambda: DirFileSystem(path="/", fs=fsspec.filesystem("memory")),
+    "ignores the condition": ForgetfulFileSystem,
+}
+ACCEPTED: dict[str, Callable[[], AbstractFileSystem]] = {
+    "creates": ExclusiveFileSystem,
+    "creates, in a folder": lambda: DirFileSystem(path="/", fs=ExclusiveFileSystem()),
+    "is of one process": lambda: fsspec.filesystem("memory"),
+}
+
+
+@pytest.mark.parametrize("name", [*REFUSED, *ACCEPTED])
+def test_what_creates_a_file_twice_has_no_lock(tmp_path: Path, name: str) -> None:
+    filesystem = {**REFUSED, **ACCEPTED}[name]()
+    filesystem.makedirs(str(tmp_path), exist_ok=True)
+    lock = f"{tmp_path}/.lock"
+    filesystem.makedirs(lock, exist_ok=True)
+    if name in REFUSED:
+        with pytest.raises(InputError, match="Two starts could write one run there") as caught:
+            take_lease(filesystem, lock, this_process())
+        assert caught.value.place == "storage.root"
+    else:
+        lease = take_lease(filesystem, lock, this_process())
+        assert not isinstance(lease, str)
+        lease.release()
+    left = [path for path in filesystem.ls(lock, detail=False) if "probe" in path]
+    assert left == []
+
+
+def test_a_bucket_that_knows_conditions_has_a_lock(remote: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote.require_writable()
+    require_exclusive_create(remote.filesystem, remote.path(".lock"))
+    assert remote.filesystem.find(remote.path()) == []
+    s3 = type(remote.filesystem)
+    write = s3._pipe_file
+
+    async def unconditional(self: Any, path: str, data: bytes, mode: str = "overwrite", **options: Any) -> None:
+        await write(self, path, data, **options)
+
+    monkeypatch.setattr(s3, "_pipe_file", unconditional)
+    monkeypatch.setattr(roots, "_EXCLUSIVE", WeakSet())
+    with pytest.raises(InputError, match="Two starts could write one run there"):
+        remote.require_writable()

@@ -15,7 +15,7 @@ import torch
 from configs.placement import PlacementSection
 from configs.sections import LoraSection
 from configs.training import ReferenceSection, UpdateSection
-from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.errors import InputError
 from grpo_core.streams import Stream
 from grpo_core.update.distributed import DistributedProcessGroup
 from tasks.execution.errors import LostStageError
@@ -80,9 +80,7 @@ UPDATES = {
     ("name", "sharding"),
     [*((name, "ddp") for name in ("images", "texts", "both parts")), *((name, "fsdp2") for name in UPDATES)],
 )
-def test_two_processes_compute_the_weights_of_one(
-    store: ArtifactStore, tmp_path: Path, name: str, sharding: str
-) -> None:
+def test_two_processes_compute_the_same(store: ArtifactStore, tmp_path: Path, name: str, sharding: str) -> None:
     modality, update = UPDATES[name]
     rollouts = modality.collect()
     advantages = trained_advantages(modality, rollouts)
@@ -98,9 +96,7 @@ def test_two_processes_compute_the_weights_of_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sharding", "name"), [("ddp", "texts, refreshed reference"), ("fsdp2", "texts, adapters")])
-def test_a_run_goes_on_with_another_number_of_processes(
-    store: ArtifactStore, tmp_path: Path, sharding: str, name: str
-) -> None:
+def test_a_run_goes_on_with_other_processes(store: ArtifactStore, tmp_path: Path, sharding: str, name: str) -> None:
     modality, update = UPDATES[name]
     rollouts = modality.collect()
     advantages = advantages_of(rollouts)
@@ -115,8 +111,6 @@ def test_a_run_goes_on_with_another_number_of_processes(
             folder = tmp_path / f"{way}-{version}"
             outcome = together(job, folder) if shared else alone(job, folder)
             policy = commit(kept, job, folder, outcome)
-        assert policy is not None
-        assert policy.checkpoint is not None
         last[way] = kept.local_files(policy.checkpoint)
     assert largest_difference(last["one"], last["changing"]) < 3e-6
     states = [(folder / "training_state.json").read_text() for folder in last.values()]
@@ -143,7 +137,7 @@ def make_two_versions(first: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sharding", "loads"), [("ddp", "1"), ("fsdp2", "2")])
-def test_the_next_update_of_the_same_processes_is_that_of_new_ones(
+def test_the_next_update_is_that_of_new_processes(
     store: ArtifactStore, tmp_path: Path, sharding: str, loads: str
 ) -> None:
     """With a reference that every update refreshes, and a moving average."""
@@ -221,9 +215,7 @@ def run_task(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sharding"), [("images", "ddp"), ("texts", "fsdp2")])
-def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_versions(
-    store: ArtifactStore, tmp_path: Path, name: str, sharding: str
-) -> None:
+def test_the_task_starts_its_processes(store: ArtifactStore, tmp_path: Path, name: str, sharding: str) -> None:
     modality, log = MEDIA[name], ProgressLog()
     two = run_task(modality, log=log, devices=TWO, sharding=sharding)
     # Only the first process's passes are told, two for every sample.
@@ -232,8 +224,6 @@ def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_version
     kept = ArtifactStore(store.root, "alone")
     use_store(kept)
     one = run_task(modality)
-    assert one.checkpoint is not None
-    assert two.checkpoint is not None
     assert largest_difference(kept.local_files(one.checkpoint), store.local_files(two.checkpoint)) < 1e-6
     again = modality.collect(one)
     ours, theirs = (
@@ -242,18 +232,6 @@ def test_the_task_starts_its_processes_and_the_next_rollouts_are_the_new_version
     )
     assert set(ours["policy_digest"]) == {two.digest}
     assert ours["token_ids"].to_list() == theirs["token_ids"].to_list()
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_names_its_sample_and_leaves_no_version(store: ArtifactStore) -> None:
-    values = tuple(float("nan") if row == 4 else value for row, value in enumerate(ADVANTAGE_OF))
-    with pytest.raises(NonFiniteError) as caught:
-        run_task(TEXTS, values, devices=TWO)
-    assert caught.value.quantity == "loss"
-    assert caught.value.sample_ids == ("g1.s00",)
-    assert store.find("policies/000001") is None
-    assert not Path(store.path("policies")).exists()
-    assert not update_processes(psutil.Process())
 
 
 # Long enough that it is in the middle when something happens to it.
@@ -286,31 +264,6 @@ def test_processes_are_kept_until_one_of_them_dies(tmp_path: Path) -> None:
     assert not [path for path in Path(store.path(".incoming")).iterdir() if path.is_dir()]
 
 
-SMALL_DEVICE = """
-import torch
-
-
-def bounded(inputs, settings):
-    if len(inputs.advantages) > 1:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    return -inputs.advantages.unsqueeze(-1) * inputs.logprobs
-"""
-
-
-@pytest.mark.slow
-def test_a_device_that_runs_out_of_memory_halves_the_batches_of_all(store: ArtifactStore, tmp_path: Path) -> None:
-    (tmp_path / "losses.py").write_text(SMALL_DEVICE)
-    update, log = UPDATE.model_copy(update={"loss": f"{tmp_path}/losses.py:bounded"}), ProgressLog()
-    two = run_task(TEXTS, log=log, update=update.model_copy(update={"micro_batch_size": 2}), devices=TWO)
-    kept = ArtifactStore(store.root, "alone")
-    use_store(kept)
-    one = run_task(TEXTS, update=update)
-    assert [line for line in log.lines if "update.micro_batch_size 1 instead of 2" in line]
-    assert one.checkpoint is not None
-    assert two.checkpoint is not None
-    assert largest_difference(kept.local_files(one.checkpoint), store.local_files(two.checkpoint)) < 1e-6
-
-
 PROGRAM = """
 import sys
 from tasks.storage.artifacts.store import ArtifactStore, use_store
@@ -326,7 +279,6 @@ run_task(TEXTS, log=ProgressLog(lambda: print("running", flush=True)), update=LO
 def test_nothing_is_left_of_an_update_whose_own_process_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "runs")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == "running\n"
         started = psutil.Process(parent.pid).children(recursive=True)
         assert len(started) >= 2

@@ -91,7 +91,6 @@ class Modality:
         )
 
     def collect(self, policy: PolicyRef | None = None) -> ArtifactRef:
-        """Rollouts of a version, of the model as it is given by default."""
         policy = policy or PolicyRef(version=0, digest=self.spec().digest)
         plan = RolloutPlan(
             folder=f"iteration_{policy.version + 1:06d}",
@@ -150,7 +149,6 @@ JOINT_ADVANTAGES: Mapping[tuple[str, Stream], float] = {
 
 
 def changed(modality: Modality, **policy: Any) -> Modality:
-    """The medium with changes of its policy's section."""
     return replace(modality, policy=modality.policy.model_copy(update=policy))
 
 
@@ -161,7 +159,6 @@ def advantages_of(rollouts: ArtifactRef, values: Sequence[float | None] = ADVANT
 
 
 def trained_advantages(modality: Modality, rollouts: ArtifactRef) -> ArtifactRef:
-    """A table of advantages for every component that the modality trains."""
     if modality.window_start is None:
         return advantages_of(rollouts)
     streams = modality.policy.streams
@@ -169,7 +166,6 @@ def trained_advantages(modality: Modality, rollouts: ArtifactRef) -> ArtifactRef
 
 
 def advantages_table(rollouts: ArtifactRef, values: Mapping[tuple[str, Stream], float | None]) -> ArtifactRef:
-    """A table of these advantages by sample and stream."""
     columns = {
         "sample_id": [name for name, _ in values],
         "stream": [stream for _, stream in values],
@@ -204,7 +200,6 @@ def job_of(
 
 
 def alone(job: UpdateJob, folder: Path) -> UpdateOutcome:
-    """The update in this process."""
     folder.mkdir()
     outcome = carry_out(job, folder, SINGLE_PROCESS, None)
     assert outcome is not None
@@ -212,7 +207,6 @@ def alone(job: UpdateJob, folder: Path) -> UpdateOutcome:
 
 
 def committed(job: UpdateJob) -> PolicyRef:
-    """The version that the task makes and commits."""
     return update_policy_task.fn(**dict(job), title="iteration 1")
 
 
@@ -240,7 +234,6 @@ def in_its_place(shared: SharedJob) -> SharedJob:
 
 
 def commit(store: ArtifactStore, job: UpdateJob, staged: Path, outcome: UpdateOutcome) -> PolicyRef:
-    """What the update left, as a version."""
     checkpoint = commit_artifact(
         store,
         staged,

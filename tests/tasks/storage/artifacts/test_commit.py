@@ -43,6 +43,7 @@ def test_the_reference_means_what_is_left(store: ArtifactStore, tmp_path: Path) 
     assert store.reasons == []
 
 
+@ON_EACH_KIND_OF_ROOT
 def test_without_files_it_is_there_and_cannot_be_read(store: ArtifactStore, tmp_path: Path) -> None:
     reference = commit(store)
     delete(store, reference, [NESTED])
@@ -109,12 +110,12 @@ def test_only_the_configuration_that_was_pruned_restores_it_from_an_earlier_run(
     assert caught.value.value == PRUNED
 
 
-def test_only_what_is_valid_is_pruned(store: ArtifactStore) -> None:
-    reference = commit(store)
-    overwrite(store, PART, b"changed")
+def test_only_what_is_valid_is_pruned(local: ArtifactStore) -> None:
+    reference = commit(local)
+    overwrite(local, PART, b"changed")
     with pytest.raises(StaleReferenceError, match="part-00000"):
-        delete(store, reference, [NESTED])
-    assert store.pruned_reason(reference) is None
+        delete(local, reference, [NESTED])
+    assert local.pruned_reason(reference) is None
     # What is deleted may be damaged.
-    delete(store, reference, FILES)
-    assert set(contents(store)) == {MANIFEST}
+    delete(local, reference, FILES)
+    assert set(contents(local)) == {MANIFEST}

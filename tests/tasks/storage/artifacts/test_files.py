@@ -144,7 +144,6 @@ class TestDisk:
         monkeypatch.setenv("XDG_CACHE_HOME", given.format(tmp_path))
         monkeypatch.setenv("HOME", str(tmp_path))
         found = default_cache()
-        assert found is not None
         assert found.folder == tmp_path / folder
 
 
@@ -214,8 +213,8 @@ for turn in range(60):
 
 def test_several_processes_at_once(cache: ReadCache, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SHARED, str(tmp_path)]
-    others = [subprocess.Popen([*command, str(seed)]) for seed in range(3)]
-    assert [other.wait() for other in others] == [0, 0, 0]
+    others = [subprocess.Popen([*command, str(seed)]) for seed in range(2)]
+    assert [other.wait() for other in others] == [0, 0]
     assert kept(cache)
     for name, path in kept(cache).items():
         assert sha256(path.read_bytes()) == name
@@ -244,15 +243,12 @@ def test_a_machine_without_that_folder_keeps_its_own(bucket: str, tmp_path: Path
 
     contextvars.copy_context().run(elsewhere)
     manifest = store.manifest_at(store.path(rollouts.folder))
-    assert manifest is not None
     assert {path.name for path in (tmp_path / "cache/grpo/contents").iterdir()} >= set(manifest.files.values())
     (line,) = [line for line in log.lines if "cache_dir" in line]
     assert str(tmp_path / "copies") in line
 
 
-def test_only_a_folder_that_was_chosen_goes_with_a_call(
-    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_chosen_folder_goes_with_a_call(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = section(bucket, tmp_path / "copies")
     assert described(open_store(chosen, "run")) == chosen
     usual = chosen.model_copy(update={"cache_dir": None})
@@ -262,9 +258,6 @@ def test_only_a_folder_that_was_chosen_goes_with_a_call(
     assert relative.cache_dir == str(tmp_path / "beside")
     here = StorageSection(root=str(tmp_path), cache_dir=str(tmp_path / "copies"))
     assert described(open_store(here, "run")) == StorageSection(root=f"file://{tmp_path}")
-
-
-def test_where_copies_are_kept_does_not_name_a_call(bucket: str, tmp_path: Path) -> None:
     call = StageCall(
         stage="score reward", storage=section(bucket, tmp_path / "copies"), run="run", roots=(), code="", arguments={}
     )
@@ -298,11 +291,6 @@ def test_a_name_that_leaves_the_folder_is_refused(name: str) -> None:
         ArtifactRef(uri=f"run/{name}", sha256="a", digest="d", schema_version=1, rows=1, seconds=0.0, metrics={})
 
 
-@pytest.mark.parametrize("name", ["part-00000.parquet", "a/b..c", "...", "ein Maß/数.png"])
-def test_other_names_are_accepted(name: str) -> None:
-    assert read_manifest(dump_checked({**DESCRIBED, "files": {name: "b"}})).files == {name: "b"}
-
-
 @pytest.mark.parametrize("entry", [{"files": ["a"]}, {"files": {"a": 1}}, {"deleted": "a"}, {"pruned": "a"}])
 def test_entries_of_the_wrong_kind_are_refused(entry: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="manifest"):
@@ -314,5 +302,7 @@ def test_written_manifests_are_read_back() -> None:
     second = Manifest({"digest": "d"}, {"a": "b"}, {"why": "age"}, {"gone": "d"})
     assert [read_manifest(each.content) for each in (first, second)] == [first, second]
     assert first.content != second.content
+    named = dict.fromkeys(("part-00000.parquet", "a/b..c", "...", "ein Maß/数.png"), "b")
+    assert read_manifest(dump_checked({**DESCRIBED, "files": named})).files == named
     # References mean both.
     assert first.sha256 == second.sha256

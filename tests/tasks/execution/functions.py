@@ -1,4 +1,4 @@
-"""Reward functions that write an outcome to every stream, or leave a process running."""
+"""Reward functions that know no value for red things, write an outcome to every stream, or leave a process running."""
 
 import os
 import subprocess
@@ -18,3 +18,7 @@ def prints_everywhere(completions: list[object], prompts: list[str], **columns: 
 def starts_a_server(completions: list[object], prompts: list[str], **columns: object) -> list[float]:
     with subprocess.Popen(["sleep", "600"]) as server:
         return [float(server.wait()) for _ in prompts]
+
+
+def fails_for_reds(completions: list[object], prompts: list[str], **columns: object) -> list[float]:
+    return [float("nan") if "red" in prompt else 1.0 for prompt in prompts]
