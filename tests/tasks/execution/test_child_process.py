@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -196,6 +197,21 @@ def test_of_threads_that_ask_at_once_each_gets_its_own_answer(child: Child) -> N
     for thread in threads:
         thread.join()
     assert found == {number: number for number in range(8)}
+
+
+def test_without_file_descriptors_it_is_not_started_and_later_it_is(child: Child) -> None:
+    process = child("answer(1)")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    # One file for its standard error can be opened, and no pipe.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            ask(process)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert ask(process) == 1
 
 
 ERROR = {"arguments": ["a", 1, "hint"], "message": "m", "trace": "", "seconds": 0.0}

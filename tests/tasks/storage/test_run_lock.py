@@ -321,3 +321,16 @@ class TestLease:
                 time.sleep(0.02)
             assert len(failures) == 3
             lock.require_held()
+
+    def test_holder_that_slept_through_the_loss_of_its_lease_stops(
+        self, remote: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(lease, "LEASE_SECONDS", 2.0)
+        with held_elsewhere(remote) as other:
+            os.kill(other.pid, signal.SIGSTOP)
+            with held(remote) as lock:
+                os.kill(other.pid, signal.SIGCONT)
+                said = other.communicate("require\n", timeout=120)[1]
+                assert "LockLostError: run is no longer held" in said
+                assert f"process {os.getpid()}" in said
+                lock.require_held()
