@@ -5,10 +5,11 @@ evaluation, replaying, rescoring, sample, export   `grpo evaluate`, `replay`, `r
 inspect_run, watch_run, list_runs, compare_runs   `grpo inspect`, with `--watch`, `grpo list`, `grpo compare`
 rewards/                     `grpo rewards`: weights, analysis of stored scores, a server that scores for others
 init, pruning, deploy, worker   `grpo init`, `prune`, `deploy`, `worker`
-pipeline       what all flows share: an open run, how a stage is called, requests and forms
+pipeline       what all flows share: an open run, how a stage is called, the forms of Prefect's UI
+requests       what the commands are asked for: their options, and the fields of the forms
 preflight      checks before any model loads, `grpo doctor`
 tracking       metrics and images in TensorBoard, W&B, MLflow, trackio and SwanLab
-server, prefect_settings   Prefect's server: `grpo ui`, a temporary one, checks of both; settings before its import
+server         Prefect's server: `grpo ui`, a temporary one, checks of both; settings before its import
 command_line   the program `grpo`: its commands and options; those that run a flow are also functions for scripts
 run_flow       runs a flow to its end, from a terminal, a script or a notebook
 http_server    the HTTP servers of this program: on which address, for whom
@@ -19,7 +20,7 @@ import importlib
 import logging
 from typing import TYPE_CHECKING
 
-from flows.prefect_settings import apply_settings
+from flows.server.prefect_settings import apply_settings
 
 if TYPE_CHECKING:
     from flows.command_line.flow_commands import evaluate, replay, rescore, train

@@ -20,10 +20,10 @@ from configs.schema import RunConfig
 from configs.validation import NAME_HINT, Name
 from flows.evaluation import evaluate
 from flows.pipeline.prefect_ui import form_schema
-from flows.pipeline.requests import DeployRequest, EvaluateRequest, RescoreRequest
-from flows.prefect_settings import CLIENT
+from flows.requests import DeployRequest, EvaluateRequest, RescoreRequest
 from flows.rescoring.rescore import rescore
 from flows.server.heartbeat_automation import ensure_automation
+from flows.server.prefect_settings import CLIENT
 from flows.server.reachable import KIND, require_configured
 from flows.training.train import train
 from flows.worker import read_or_create_pool

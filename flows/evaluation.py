@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -14,12 +13,12 @@ from pydantic import BaseModel
 
 from configs.schema import RunConfig
 from flows.pipeline.prefect_ui import EvaluateForm, publish_report
-from flows.pipeline.requests import EvaluateRequest, requested_config
 from flows.pipeline.run import Run, heldout_digest, plan_heldout
-from flows.pipeline.stages import as_task, collect_rollouts, compute_advantages, recording, score_rewards
+from flows.pipeline.stages import evaluate_policy, recording
 from flows.preflight.files import checked_once, require_heldout
 from flows.preflight.inputs import check_evaluation
-from flows.preflight.trust import EVALUATED
+from flows.preflight.trust import EVALUATED, requested_config
+from flows.requests import EvaluateRequest
 from grpo_core.errors import InputError
 from tasks.models.resident import ModelSpec
 from tasks.progress import log
@@ -27,18 +26,8 @@ from tasks.prompts.curriculum import PromptSet
 from tasks.reports.report import Report, Table, seconds_facts
 from tasks.reports.text import counted, number, relative
 from tasks.rewards.score_rewards import scores_key
-from tasks.rollouts.collect_rollouts import draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan
-from tasks.runs.layout import (
-    BASELINES,
-    GUARDRAILS,
-    REWARDS,
-    Baseline,
-    SamplingRound,
-    StoredEvaluation,
-    baseline_folder,
-    evaluation_folder,
-)
+from tasks.runs.layout import StoredEvaluation, evaluation_folder
 from tasks.runs.lookup import read_description
 from tasks.runs.stored import find_evaluation, stored_config
 from tasks.runs.stored_policies import choose_policy, chosen_version
@@ -200,29 +189,6 @@ async def evaluate(request: EvaluateForm) -> EvaluateSummary:
     summary = evaluate_summary(plan, done, time.perf_counter() - started)
     await publish_report(summary.report(), f"evaluate-{summary.run}")
     return summary
-
-
-def evaluate_policy(run: Run, policy: PolicyRef, plan: RolloutPlan) -> StoredEvaluation:
-    """Run the first three stages on held-out prompts, and score the guardrails on the same samples."""
-    rollouts = collect_rollouts(run, policy, plan, run.config.evaluation_rollout)
-    rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
-    advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), plan.folder, plan.title)
-    guardrails = score_rewards(run, rollouts, plan, run.config.guardrails.rewards, GUARDRAILS)
-    return StoredEvaluation(rollouts, advantages, rewards, guardrails)
-
-
-def evaluate_baselines(run: Run, plan: RolloutPlan) -> Mapping[Baseline, ArtifactRef]:
-    """Score blank images and the targets, of held-out prompts with targets; return the advantages, with the means."""
-    if all(group.target_uri is None for group in plan.groups):
-        return {}
-    done: dict[Baseline, ArtifactRef] = {}
-    for baseline in BASELINES:
-        title = f"baseline {baseline}"
-        own = plan.model_copy(update={"folder": baseline_folder(baseline), "title": title})
-        images = as_task(draw_baseline_task, title, run.config.placement)(baseline, own, run.config.placement)
-        rewards = score_rewards(run, images, own, run.config.rewards, REWARDS)
-        done[baseline] = compute_advantages(run, (SamplingRound(images, rewards),), own.folder, title)
-    return done
 
 
 def evaluate_summary(plan: EvaluatePlan, done: StoredEvaluation, seconds: float) -> EvaluateSummary:

@@ -13,12 +13,12 @@ from configs.training import AnyUpdateSection, MismatchSection, UpdateSection
 from configs.yaml_files import our_path, yaml_value
 from flows.pipeline.lineage import model_problems
 from flows.pipeline.prefect_ui import ReplayForm
-from flows.pipeline.requests import ReplayRequest, refuse_overrides
 from flows.pipeline.run import Run, start_run
 from flows.pipeline.stages import as_task, compute_advantages, recording, update_policy
 from flows.preflight.files import checked_once
 from flows.preflight.inputs import check_inputs
 from flows.preflight.trust import trusted_config
+from flows.requests import ReplayRequest, refuse_overrides
 from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate_now
 from flows.training.summary import TrainSummary, publish_summary, summarize

@@ -16,9 +16,9 @@ from configs.policy_name import PolicyName
 from configs.schema import AnyRollout, ByPolicy
 from configs.sections import PolicySection, kind_of
 from configs.validation import validated
-from flows.pipeline.requests import SampleRequest, refuse_overrides
 from flows.preflight.model import source_of
 from flows.preflight.trust import OF_MODEL, require_trust, trusted_config
+from flows.requests import SampleRequest, refuse_overrides
 from grpo_core.errors import InputError, NonFiniteError, raise_all
 from grpo_core.images import SourceImage
 from grpo_core.messages import caption_of, read_messages, refuse_messages

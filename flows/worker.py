@@ -25,7 +25,7 @@ from prefect.states import Cancelled, Failed
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker, ProcessWorkerResult
 
 from flows.pipeline.prefect_ui import shown_in_ui
-from flows.pipeline.requests import EvaluateRequest
+from flows.requests import EvaluateRequest
 from flows.server.heartbeat_automation import ensure_automation
 from flows.server.reachable import KIND
 from grpo_core.errors import InputError, first_line

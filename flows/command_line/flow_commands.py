@@ -30,7 +30,7 @@ from flows.command_line.options import (
     print_result,
     takes_request,
 )
-from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest, requested_config
+from flows.requests import EvaluateRequest, ReplayRequest, RescoreRequest
 from flows.run_flow import all_machines, reporting, run_flow, start_server
 from grpo_core.errors import InputError
 from tasks.process import collection_paused
@@ -185,6 +185,7 @@ def replay(
 
     def body() -> "Coroutine[Any, Any, ReplaySummary]":
         from flows.preflight.files import check_files
+        from flows.preflight.trust import requested_config
 
         _, config = requested_config(request, request.overrides)
         check_files(config, storage=False)
@@ -278,7 +279,7 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
 
     def body() -> "Coroutine[Any, Any, EvaluateSummary]":
         from flows.preflight.files import check_heldout_files
-        from flows.preflight.trust import EVALUATED
+        from flows.preflight.trust import EVALUATED, requested_config
 
         _, config = requested_config(request, request.changes, EVALUATED)
         check_heldout_files(config)

@@ -26,7 +26,7 @@ from tasks.process import openable
 if TYPE_CHECKING:
     from configs.schema import RunConfig
     from flows.pipeline.lineage import ChangedRunError
-    from flows.pipeline.requests import InitRequest
+    from flows.requests import InitRequest
     from tasks.reports.report import Report
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
@@ -235,7 +235,7 @@ def ask_for_init(request: "InitRequest") -> "InitRequest":
     from rich.prompt import Prompt
 
     from configs.validation import validated
-    from flows.pipeline.requests import InitRequest
+    from flows.requests import InitRequest
     from flows.terminal.output import stderr
     from grpo_core.policies.pipeline_files import PolicyKind
 

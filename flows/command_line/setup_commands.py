@@ -22,7 +22,7 @@ from flows.command_line.options import (
     print_result,
     takes_request,
 )
-from flows.pipeline.requests import DeployRequest, InitRequest
+from flows.requests import DeployRequest, InitRequest
 from flows.server.start import ServerRequest, serve
 from grpo_core.errors import InputError
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from flows.command_line.options import Html, Json, Root, handle_errors, is_terminal, print_result, takes_request
-from flows.pipeline.requests import TRUST, ExportRequest, SampleRequest
 from flows.pruning.request import PruneRequest, check_request
+from flows.requests import TRUST, ExportRequest, SampleRequest
 from grpo_core.errors import InputError
 
 commands = typer.Typer()

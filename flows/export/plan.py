@@ -5,8 +5,8 @@ from pathlib import Path
 
 from configs.policy_name import BEST, PolicyName
 from configs.schema import RunConfig
-from flows.pipeline.requests import ExportRequest
 from flows.preflight.trust import OF_MODEL, trusted_config
+from flows.requests import ExportRequest
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.quantization import read_stored
 from tasks.models.initial import initial_digest, model_folder

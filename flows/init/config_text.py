@@ -13,7 +13,7 @@ from yaml import MappingNode
 
 from configs.validation import NAME_PATTERN
 from flows.init.starting_point import Start, context_length, is_of_its_family
-from flows.pipeline.requests import OWN
+from flows.requests import OWN
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import policy_family
 from tasks.process import CHECKOUT

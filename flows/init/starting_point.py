@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from configs.sections import Kind
-from flows.pipeline.requests import OWN, InitRequest
+from flows.requests import OWN, InitRequest
 from grpo_core.errors import InputError
 from grpo_core.hub import one_message, plan_download
 from grpo_core.policies.pipeline_files import INDEX_FILE, find_model_file, read_kind, read_pipeline_file

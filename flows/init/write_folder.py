@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.init.config_text import CONFIG, EXAMPLES, HELDOUT, REWARD, config_text
 from flows.init.starting_point import Start
-from flows.pipeline.requests import OWN, InitRequest
+from flows.requests import OWN, InitRequest
 from grpo_core.errors import InputError, joined, raise_all
 from grpo_core.policies.protocol import policy_family
 

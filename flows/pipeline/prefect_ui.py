@@ -33,7 +33,7 @@ from pydantic import BaseModel, BeforeValidator
 from configs.loader import check_config
 from configs.schema import RunConfig
 from configs.validation import validated
-from flows.pipeline.requests import EvaluateRequest, ReplayRequest, RescoreRequest
+from flows.requests import EvaluateRequest, ReplayRequest, RescoreRequest
 from flows.server.reachable import server_url, without_retries
 from tasks.progress import Lines, ProgressReporter, has_listener, listen, listener
 from tasks.reports.report import Report, markdown_of

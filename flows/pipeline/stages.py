@@ -35,10 +35,18 @@ from tasks.execution.stage import clear_shards
 from tasks.execution.stopping import Cancellable, StopSignals, stages_cancelled_on_interrupt, stopping_after_stage
 from tasks.progress import listen, listener
 from tasks.rewards.score_rewards import failed_scores, score_reward_task
-from tasks.rollouts.collect_rollouts import collect_rollouts_task
+from tasks.rollouts.collect_rollouts import collect_rollouts_task, draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan
 from tasks.runs.hacking import HackingSign
-from tasks.runs.layout import SamplingRound, StoredEvaluation
+from tasks.runs.layout import (
+    BASELINES,
+    GUARDRAILS,
+    REWARDS,
+    Baseline,
+    SamplingRound,
+    StoredEvaluation,
+    baseline_folder,
+)
 from tasks.runs.sources import store_sources
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, StageContext, current_store, stage_context, use_stage_context
@@ -116,6 +124,29 @@ def update_policy(
     return stage(
         policy, rollouts, advantages, run.model, updates, config.run.seed, max_staleness, title, config.placement
     )
+
+
+def evaluate_policy(run: Run, policy: PolicyRef, plan: RolloutPlan) -> StoredEvaluation:
+    """Run the first three stages on held-out prompts, and score the guardrails on the same samples."""
+    rollouts = collect_rollouts(run, policy, plan, run.config.evaluation_rollout)
+    rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
+    advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), plan.folder, plan.title)
+    guardrails = score_rewards(run, rollouts, plan, run.config.guardrails.rewards, GUARDRAILS)
+    return StoredEvaluation(rollouts, advantages, rewards, guardrails)
+
+
+def evaluate_baselines(run: Run, plan: RolloutPlan) -> Mapping[Baseline, ArtifactRef]:
+    """Score blank images and the targets, of held-out prompts with targets; return the advantages, with the means."""
+    if all(group.target_uri is None for group in plan.groups):
+        return {}
+    done: dict[Baseline, ArtifactRef] = {}
+    for baseline in BASELINES:
+        title = f"baseline {baseline}"
+        own = plan.model_copy(update={"folder": baseline_folder(baseline), "title": title})
+        images = as_task(draw_baseline_task, title, run.config.placement)(baseline, own, run.config.placement)
+        rewards = score_rewards(run, images, own, run.config.rewards, REWARDS)
+        done[baseline] = compute_advantages(run, (SamplingRound(images, rewards),), own.folder, title)
+    return done
 
 
 def score_concurrently(

@@ -5,7 +5,7 @@ prompts  prompts, targets and image sizes
 rewards  the rewards, what they need of the prompts, and a trial of functions
 model    the model, and the devices and processes that it runs on
 engine   whether a vLLM server can sample this policy
-trust    what a stored run's configuration would use, and whether this person knows it
+trust    what a stored run's configuration would use, and whether this person knows it; the configuration of a request
 machine  what this machine has for a run: GPU memory, disk, fonts; how much work a training is
 inputs   the checks of a run or an evaluation, in their order
 doctor   `grpo doctor`: the same checks, where the weights are, and estimates of memory and disk

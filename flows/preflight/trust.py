@@ -5,10 +5,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from configs.schema import RunConfig
+from flows.requests import EvaluateRequest, ReplayRequest, refuse_overrides
 from grpo_core.errors import InputError, raise_all
 from grpo_core.uses import Uses
 from tasks.reports.text import printable
-from tasks.runs.lookup import CONFIG_FILE
+from tasks.runs.lookup import CONFIG_FILE, find_run
 from tasks.runs.stored import stored_config
 from tasks.runs.trust import Use, known_digests, known_target_folders, remember, uses_of
 from tasks.storage.artifacts.store import ArtifactStore
@@ -40,6 +41,19 @@ def trusted_config(
     uses = [each for each in uses_of(own, within=sections) if each in used or each.place.startswith(_COMPARED)]
     require_trust(uses, f"{store.run}/{CONFIG_FILE}", trust=trust)
     return changed
+
+
+def requested_config(
+    request: EvaluateRequest | ReplayRequest, changes: Sequence[str], sections: Collection[str] | None = None
+) -> tuple[ArtifactStore, RunConfig]:
+    """Find the run of a request, and return its configuration with changes; `sections` are those used, None is all.
+
+    Raises:
+        InputError: there is no such run, a setting that the command cannot change, or as trusted_config.
+    """
+    store = find_run(request.named.run, request.root)
+    refuse_overrides(request.overrides, request.hint_against)
+    return store, trusted_config(store, changes, trust=request.trust_code, sections=sections)
 
 
 def trusted_folders(config: RunConfig, *, trust: bool) -> tuple[str, ...]:

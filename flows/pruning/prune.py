@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel
 
-from flows.pipeline.run import Run
+from configs.schema import RunConfig
 from flows.pruning.plan import KINDS, Needs, RunPlan, add_best, add_dependents, plan_run, plan_versions
 from flows.pruning.request import PruneRequest, Retention, check_request
 from grpo_core.errors import InputError
@@ -142,17 +142,17 @@ def _report(plan: RunPlan) -> PrunedRun:
 class PolicyKeeper:
     """Deletes policy versions of a run by the rules of `grpo prune`, one start of a training at a time."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, store: ArtifactStore, config: RunConfig, lock: RunLock) -> None:
         """Find the versions that are stored, if the run deletes any."""
-        self._run, self._written = run, set[int]()
-        found = RunReader(run.store).policies() if run.config.run.keep_policies else []
+        self._store, self._config, self._lock, self._written = store, config, lock, set[int]()
+        found = RunReader(store).policies() if config.run.keep_policies else []
         self._stored = {version for version, prunable in self._find(found).items() if prunable.has_files}
         # An earlier start may have evaluated versions that are not due in this one.
-        self._rewards = heldout_rewards(run.store) if self._stored else {}
+        self._rewards = heldout_rewards(store) if self._stored else {}
 
     def delete_unneeded(self, version: int, heldout: Mapping[int, float]) -> None:
         """Delete what is not needed once this version is trained and, where that is due, evaluated."""
-        run, section = self._run, self._run.config.run.keep_policies
+        section = self._config.run.keep_policies
         if section is None:
             return
         if version not in self._stored:
@@ -167,9 +167,9 @@ class PolicyKeeper:
         needs = Needs()
         if retention.best:
             add_best(needs, self._rewards, list(versions))
-        add_dependents(needs, run.store)
-        plan = RunPlan(run.store, retention, datetime.now(UTC), frozenset(self._written))
-        plan_versions(plan, run.config, versions, needs)
+        add_dependents(needs, self._store)
+        plan = RunPlan(self._store, retention, datetime.now(UTC), frozenset(self._written))
+        plan_versions(plan, self._config, versions, needs)
         self._carry_out(plan)
 
     def _carry_out(self, plan: RunPlan) -> None:
@@ -179,11 +179,11 @@ class PolicyKeeper:
             # A version that an evaluation is using is deleted after a later iteration.
             with suppress(InputError), locked_apart(plan.store, patterns) as locks:
                 single = RunPlan(plan.store, plan.retention, plan.now, deleted=[deletion])
-                carry_out(single, [self._run.lock, *locks])
+                carry_out(single, [self._lock, *locks])
                 self._stored.discard(version)
                 for note in single.notes:
                     log(note)
 
     def _find(self, versions: list[int]) -> dict[int, Prunable]:
-        found = {version: find_prunable(self._run.store, policy_folder(version)) for version in versions}
+        found = {version: find_prunable(self._store, policy_folder(version)) for version in versions}
         return {version: prunable for version, prunable in found.items() if prunable is not None}

@@ -10,7 +10,7 @@ from pydantic import Field
 from typer import Option
 
 from configs.validation import Section
-from flows.pipeline.requests import Root, Runs
+from flows.requests import Root, Runs
 from grpo_core.errors import InputError, raise_all
 
 POLICIES_LAST = 2

@@ -12,10 +12,10 @@ from configs.loader import read_rewards_file
 from configs.schema import RewardsFile, RunConfig
 from configs.scoring import AdvantagesSection, RewardSection
 from configs.validation import contradictions_within
-from flows.pipeline.requests import RescoreRequest
 from flows.preflight.files import checked_once
 from flows.preflight.rewards import token_problems
 from flows.preflight.trust import trusted_folders
+from flows.requests import RescoreRequest
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, raise_all
 from grpo_core.images import fits_reward, shown_bounds

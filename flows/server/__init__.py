@@ -1,5 +1,6 @@
 """Prefect's server: started with our settings, and checked before a command relies on it.
 
+prefect_settings       Prefect's settings, which it reads when it is imported
 start                  `grpo ui`: Prefect's own start, with our settings and a refusal of open hosts
 temporary              the server of a single process: started beside the imports, ended with the process
 database               its database: a copy of an empty one that Prefect has migrated

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAME = "grpo: runs without heartbeats have crashed"
 
 HEARTBEAT_TIMEOUT = timedelta(minutes=5)
-"""Ten heartbeats of 30 s, the interval that flows.prefect_settings sets.
+"""Ten heartbeats of 30 s, the interval that flows.server.prefect_settings sets.
 
 No heartbeat arrives while the server is down: if that is for longer, living runs are marked as crashed too.
 """

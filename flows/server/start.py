@@ -14,7 +14,7 @@ from pydantic import Field
 from typer import Option
 
 from configs.validation import Section
-from flows.prefect_settings import CLIENT, LASTING_SERVER
+from flows.server.prefect_settings import CLIENT, LASTING_SERVER
 from grpo_core.errors import InputError
 
 AUTH_VARIABLES = ("PREFECT_SERVER_API_AUTH_STRING", "PREFECT_API_AUTH_STRING")

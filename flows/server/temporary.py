@@ -17,8 +17,8 @@ import threading
 import time
 from collections.abc import Mapping
 
-from flows.prefect_settings import SINGLE_RUN
 from flows.server.database import database_settings, keep_template
+from flows.server.prefect_settings import SINGLE_RUN
 from tasks.execution.server_process import ServerProcess
 from tasks.progress import log
 from tasks.storage.files import scratch_folder

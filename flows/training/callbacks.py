@@ -127,7 +127,7 @@ def open_callbacks(run: Run) -> Iterator["Callbacks"]:
     """Open what follows the iterations of a run; at the end, close its trackers and finish its reports."""
     with tracking(run.config, run.store) as trackers, ThreadPoolExecutor(1, thread_name_prefix="publication") as thread:
         publisher = Publisher(run, thread)
-        yield Callbacks(run, publisher, trackers, PolicyKeeper(run))
+        yield Callbacks(run, publisher, trackers, PolicyKeeper(run.store, run.config, run.lock))
         publisher.finish()
 
 

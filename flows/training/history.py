@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from configs.schema import ReplayConfig, RunConfig
-from flows.evaluation import evaluate_baselines, evaluate_policy
 from flows.pipeline.run import Run, plan_heldout
-from flows.pipeline.stages import emit_evaluated, emit_hacking_sign
+from flows.pipeline.stages import emit_evaluated, emit_hacking_sign, evaluate_baselines, evaluate_policy
 from tasks.metrics import WALL_TIME
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptStatistics, read_statistics

@@ -152,7 +152,7 @@ def read_finished(config: RunConfig) -> TrainSummary | None:
         if run is None or history is None:
             return None
         # A start that was killed at its end may have left some.
-        PolicyKeeper(run).delete_unneeded(config.run.iterations, history.heldout_rewards)
+        PolicyKeeper(store, run.config, lock).delete_unneeded(config.run.iterations, history.heldout_rewards)
         return summarize(run, history, time.perf_counter() - started)
 
 

@@ -52,7 +52,7 @@ _IMPORTED = (
 
 def main() -> None:
     """Fork on demand until the input ends."""
-    from flows.prefect_settings import apply_settings
+    from flows.server.prefect_settings import apply_settings
 
     apply_settings()
     for module in _IMPORTED:

@@ -18,8 +18,8 @@ from data.recipes.shapes import BACKGROUNDS
 from flows.command_line.main import application
 from flows.evaluation import EvaluateSummary, evaluate, plan_evaluate
 from flows.inspect_run import inspect_run
-from flows.pipeline.requests import EvaluateRequest
 from flows.preflight.inputs import check_evaluation
+from flows.requests import EvaluateRequest
 from grpo_core.errors import InputError
 from grpo_core.rewards.similarity.pairs import SsimReward
 from tasks.storage.artifacts.store import ArtifactStore

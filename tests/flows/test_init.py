@@ -20,10 +20,10 @@ from flows.command_line.main import application
 from flows.command_line.options import ask_for_init
 from flows.init.starting_point import CONFIGS, choose_name, shipped_names
 from flows.init.write_folder import write_folder
-from flows.pipeline.requests import InitRequest
 from flows.preflight.inputs import run_checks
 from flows.preflight.machine import describe_work
 from flows.preflight.prompts import check_prompts, read_prompt_files
+from flows.requests import InitRequest
 from grpo_core.errors import InputError
 from grpo_core.policies.pipeline_files import PolicyKind
 from tests.flows.conftest import Runs, refused

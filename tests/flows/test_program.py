@@ -15,9 +15,9 @@ from prefect.settings import Settings, get_current_settings
 from prefect.settings.legacy import _get_settings_fields
 from typer.testing import CliRunner
 
-from flows import prefect_settings
 from flows.command_line.main import application
 from flows.command_line.options import handle_errors
+from flows.server import prefect_settings
 from grpo_core.errors import InputError
 from tasks.storage.roots import StorageError
 from tests.flows.conftest import REPOSITORY, Runs

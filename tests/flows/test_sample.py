@@ -12,7 +12,7 @@ from rich.console import Console
 from configs.loader import read_config
 from flows.export.export import export
 from flows.export.plan import plan_export
-from flows.pipeline.requests import ExportRequest, SampleRequest
+from flows.requests import ExportRequest, SampleRequest
 from flows.sample import Sample, check_output, open_source, sample
 from flows.terminal.inspection import show_sample
 from grpo_core.errors import InputError

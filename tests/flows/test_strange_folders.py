@@ -17,10 +17,10 @@ from flows.compare_runs import compare
 from flows.export.plan import plan_export
 from flows.inspect_run import inspect_run
 from flows.list_runs import list_runs, write_list_page
-from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.pruning.plan import _other_configs
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
+from flows.requests import ExportRequest, SampleRequest
 from flows.rewards.analyse import analyse_rewards
 from flows.sample import open_source
 from grpo_core.errors import InputError

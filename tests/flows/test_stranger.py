@@ -22,10 +22,10 @@ from flows.compare_runs import compare
 from flows.export.plan import plan_export
 from flows.inspect_run import inspect_run
 from flows.list_runs import list_runs, write_list_page
-from flows.pipeline.requests import ExportRequest, SampleRequest
 from flows.preflight.trust import EVALUATED, OF_MODEL
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
+from flows.requests import ExportRequest, SampleRequest
 from flows.rewards.analyse import analyse_rewards
 from flows.sample import open_source
 from flows.watch_run import RunWatch

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.deploy import ONE_AT_A_TIME, DeployedRun, deploy_run, job_variables
-from flows.pipeline.requests import DeployRequest
+from flows.requests import DeployRequest
 from flows.server.heartbeat_automation import NAME as AUTOMATION
 from flows.training.train import train
 from grpo_core.errors import InputError

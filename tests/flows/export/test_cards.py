@@ -13,7 +13,7 @@ from configs.loader import read_config
 from flows.export.model_card import hub_task, model_card
 from flows.export.plan import plan_export
 from flows.export.usage import usage
-from flows.pipeline.requests import ExportRequest
+from flows.requests import ExportRequest
 from tasks.runs.lookup import write_description
 from tasks.runs.trust import remember, uses_of
 from tasks.storage.schemas import SCHEMA_VERSION

@@ -20,7 +20,7 @@ from configs.loader import read_config
 from flows.export.export import export
 from flows.export.plan import plan_export
 from flows.export.usage import TEXT_PROMPT
-from flows.pipeline.requests import ExportRequest, SampleRequest
+from flows.requests import ExportRequest, SampleRequest
 from flows.sample import open_source, sample
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings

@@ -12,10 +12,10 @@ from configs.loader import read_config
 from configs.scoring import RewardSection
 from flows.deploy import evaluation
 from flows.evaluation import plan_evaluate
-from flows.pipeline.requests import EvaluateRequest, ReplayRequest
 from flows.preflight.files import refuse_missing_files
 from flows.preflight.trust import require_trust
 from flows.replaying import plan_replay
+from flows.requests import EvaluateRequest, ReplayRequest
 from flows.rewards.analyse import analyse_rewards
 from grpo_core.errors import InputError
 from grpo_core.uses import Uses

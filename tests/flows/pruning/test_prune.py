@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from configs.sections import KeepPoliciesSection
 from flows.command_line.main import application
 from flows.evaluation import plan_evaluate
-from flows.pipeline.requests import EvaluateRequest
 from flows.pruning.plan import CALLS, IMAGES, UNSCORED, VERSIONS, WRITES
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
+from flows.requests import EvaluateRequest
 from tasks.runs.layout import evaluation_folder
 from tasks.runs.lookup import read_config_file, read_description, write_description
 from tasks.runs.stored_policies import stored_versions

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from flows.command_line.main import application
 from flows.evaluation import plan_evaluate
 from flows.inspect_run import inspect_run
-from flows.pipeline.requests import EvaluateRequest, ReplayRequest
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.replaying import replay
+from flows.requests import EvaluateRequest, ReplayRequest
 from flows.rewards.analyse import analyse_rewards
 from grpo_core.errors import InputError
 from tasks.runs.stored_policies import stored_versions

@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from configs.validation import validated
 from flows.inspect_run import inspect_run
-from flows.pipeline.requests import ReplayRequest
 from flows.replaying import ReplaySummary, replay
+from flows.requests import ReplayRequest
 from flows.training import history
 from grpo_core.parity import ParityError
 from grpo_core.update.optimizer import PolicyOptimizer

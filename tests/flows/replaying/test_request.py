@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from flows.command_line.main import application
 from flows.export.plan import plan_export
-from flows.pipeline.requests import ExportRequest, ReplayRequest
 from flows.replaying import correction_problems, plan_replay, replay, root_of
+from flows.requests import ExportRequest, ReplayRequest
 from grpo_core.errors import InputError
 from tasks.runs.stored import locate_paths
 from tasks.storage.artifacts.store import ArtifactStore

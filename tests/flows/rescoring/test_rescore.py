@@ -13,8 +13,8 @@ import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.validation import validated
-from flows.pipeline.requests import RescoreRequest
 from flows.replaying import plan_replay
+from flows.requests import RescoreRequest
 from flows.rescoring.plan import plan_rescore
 from flows.rescoring.rescore import RescoreSummary, rescore
 from flows.rewards.analyse import analyse_rewards

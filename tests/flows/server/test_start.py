@@ -18,8 +18,8 @@ from prefect.client.orchestration import get_client
 from prefect.events.schemas.automations import Automation
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
-from flows.prefect_settings import LASTING_SERVER, SERVER
 from flows.server.heartbeat_automation import FLOWS, NAME, ensure_automation, heartbeat_automation
+from flows.server.prefect_settings import LASTING_SERVER, SERVER
 from flows.server.reachable import require_server, server_database
 from flows.server.start import ServerRequest, serve, server_settings
 from grpo_core.errors import InputError

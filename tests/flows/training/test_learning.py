@@ -16,7 +16,7 @@ from prefect.context import FlowRunContext
 from configs.loader import read_config
 from flows.export.export import export
 from flows.export.plan import plan_export
-from flows.pipeline.requests import ExportRequest, SampleRequest
+from flows.requests import ExportRequest, SampleRequest
 from flows.sample import open_source, sample
 from flows.training.hooks import use_hook
 from flows.training.prefetch import RolloutPrefetcher

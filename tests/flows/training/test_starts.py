@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from flows.evaluation import plan_evaluate
-from flows.pipeline.requests import EvaluateRequest
+from flows.requests import EvaluateRequest
 from tasks.runs.stored_policies import choose_policy, read_policy
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.flows.conftest import EVALUATED, Runs, refused, training_process

@@ -20,7 +20,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from configs.loader import read_config
 from flows.deploy import DeployedRun, deploy_run
-from flows.pipeline.requests import DeployRequest
+from flows.requests import DeployRequest
 from flows.training.summary import TrainSummary
 from tests import processes
 from tests.flows.conftest import TINY, Runs, printed_summary, training_process

@@ -4,8 +4,8 @@ Nothing that takes long to import is imported here: options are shown and checke
 """
 
 import json
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated
 
 from pydantic import Field
 from typer import Argument, Option
@@ -15,10 +15,6 @@ from configs.validation import RUN_NAME_PATTERN, Name, Section
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.pipeline_files import PolicyKind
 from grpo_core.streams import STREAMS
-
-if TYPE_CHECKING:
-    from configs.schema import RunConfig
-    from tasks.storage.artifacts.store import ArtifactStore
 
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="KEY=VALUE")]
 Root = Annotated[
@@ -163,22 +159,6 @@ class ReplayRequest(Section):
     def run_name(self) -> str:
         """Name of the replay."""
         return self.name or f"{self.named.run.rstrip('/').rpartition('/')[2]}-replay"
-
-
-def requested_config(
-    request: EvaluateRequest | ReplayRequest, changes: Sequence[str], sections: Collection[str] | None = None
-) -> "tuple[ArtifactStore, RunConfig]":
-    """Find the run of a request, and return its configuration with changes; `sections` are those used, None is all.
-
-    Raises:
-        InputError: there is no such run, a setting that the command cannot change, or as trusted_config.
-    """
-    from flows.preflight.trust import trusted_config
-    from tasks.runs.lookup import find_run
-
-    store = find_run(request.named.run, request.root)
-    refuse_overrides(request.overrides, request.hint_against)
-    return store, trusted_config(store, changes, trust=request.trust_code, sections=sections)
 
 
 class ExportRequest(_PolicyRequest):
