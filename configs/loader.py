@@ -10,7 +10,7 @@ from configs.schema import RewardsFile, RunConfig
 from configs.validation import secret_addresses, validated
 from configs.yaml_files import our_path, parse_yaml, read_mapping, translate
 from grpo_core.errors import InputError, joined, raise_all
-from grpo_core.policies.pipeline_files import read_kind
+from grpo_core.pipeline_files import read_kind
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -15,8 +15,8 @@ from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.engines.settings import EngineName, VllmSettings, refuse_truncation
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
+from grpo_core.rollouts.streams import Stream
 from grpo_core.settings import ImageSettings
-from grpo_core.streams import Stream
 
 
 class _GroupsSection(Section):

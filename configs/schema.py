@@ -41,7 +41,7 @@ from configs.validation import Choice, Name, Section
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.settings import Reference
-from grpo_core.streams import STREAMS, Stream
+from grpo_core.rollouts.streams import STREAMS, Stream
 from grpo_core.update.settings import WITH_LENGTH
 from grpo_core.uses import Uses
 

@@ -10,7 +10,7 @@ from configs.validation import NAME_PATTERN, Name, Section
 from grpo_core.advantages.settings import AdvantageSettings
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import HackingRule, RewardTerm
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from grpo_core.uses import Uses
 
 Scalar = str | int | float | bool

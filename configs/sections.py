@@ -22,11 +22,11 @@ from pydantic_core import PydanticCustomError
 
 from configs.validation import Name, RunName, Section
 from grpo_core.errors import InputError
-from grpo_core.policies.pipeline_files import PolicyKind, read_kind
+from grpo_core.pipeline_files import PolicyKind, read_kind
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.policies.trained.settings import LoraSettings
-from grpo_core.streams import MAX_PIXELS, STREAMS, Stream
+from grpo_core.rollouts.streams import MAX_PIXELS, STREAMS, Stream
 from grpo_core.uses import Uses
 
 

@@ -11,7 +11,7 @@ from grpo_core.losses.settings import LOSSES
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.protocol import policy_family
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 
 MAX_MEAN_RATIO_DISTANCE = 1e-2
 """Largest distance from 1 that a bound of a ratio of mean log-probs may have."""

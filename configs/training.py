@@ -11,7 +11,7 @@ from configs.validation import Section
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LossKlEstimator, MismatchSettings, custom_loss_digest
 from grpo_core.policies.trained.settings import Reference
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from grpo_core.update.settings import (
     WITH_LENGTH,
     NftSettings,

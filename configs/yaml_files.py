@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from configs.trl_names import OTHER_MEANING, TRL_NAMES, reason_for_none
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LOSSES
-from grpo_core.streams import STREAMS
+from grpo_core.rollouts.streams import STREAMS
 
 ABBREVIATIONS: Mapping[str, str] = {
     "lr": "learning_rate",

@@ -26,11 +26,11 @@ from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest, Output
 from grpo_core.rewards.registry import RewardTerm
 from grpo_core.rewards.samples import ScoringBatch
 from grpo_core.rewards.similarity.pairs import SsimReward
 from grpo_core.rewards.text.rules import AnswerReward
+from grpo_core.rollouts.records import GroupRequest, Output
 from grpo_core.seeds import derive_seed
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy

@@ -23,7 +23,7 @@ from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate_now
 from flows.training.summary import TrainSummary, publish_summary, summarize
 from grpo_core.errors import InputError, raise_all
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.advantages.compute_advantages import copy_advantages_task
 from tasks.progress import log
 from tasks.reports.text import counted

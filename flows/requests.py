@@ -13,8 +13,8 @@ from typer import Argument, Option
 from configs.policy_name import FORM, PolicyName
 from configs.validation import RUN_NAME_PATTERN, Name, Section
 from grpo_core.errors import InputError, raise_all
-from grpo_core.policies.pipeline_files import PolicyKind
-from grpo_core.streams import STREAMS
+from grpo_core.pipeline_files import PolicyKind
+from grpo_core.rollouts.streams import STREAMS
 
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="KEY=VALUE")]
 Root = Annotated[

@@ -20,14 +20,14 @@ from flows.preflight.model import source_of
 from flows.preflight.trust import OF_MODEL, require_trust, trusted_config
 from flows.requests import SampleRequest, refuse_overrides
 from grpo_core.errors import InputError, NonFiniteError, raise_all
-from grpo_core.images import SourceImage
-from grpo_core.messages import caption_of, read_messages, refuse_messages
-from grpo_core.policies.pipeline_files import CONFIG_FILE, INDEX_FILE, read_kind
+from grpo_core.pipeline_files import CONFIG_FILE, INDEX_FILE, read_kind
 from grpo_core.policies.protocol import Policy, policy_family
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE
-from grpo_core.records import BrokenImage, GroupRequest
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.messages import caption_of, read_messages, refuse_messages
+from grpo_core.rollouts.records import BrokenImage, GroupRequest
+from grpo_core.rollouts.streams import STREAMS
 from grpo_core.seeds import derive_seed
-from grpo_core.streams import STREAMS
 from tasks.models.devices import configure_torch
 from tasks.models.initial import RECORD_FILE, model_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy, load_policy

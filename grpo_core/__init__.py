@@ -1,6 +1,6 @@
 """The algorithm, in plain torch, without Prefect, run folders or configuration files.
 
-records      what passes between the stages: token batches, training rows
+rollouts/    what a rollout consists of: messages, images, streams of actions, records that pass between the stages
 seeds        every random number of a run, derived from (run seed, iteration, stage, sample); digests of files
 policies/    models that sample tokens and give their log-probs again
 sampling     one uniform number per token; top-k, top-p and min-p with the ids that they leave
@@ -12,13 +12,10 @@ losses/      log-probs and advantages -> the loss, for every loss in the registr
 parity       the gate before the first optimizer step: stored against recomputed log-probs
 update/      one policy update over stored rollouts, on one process or several; the optimizer
 settings     the ranges and choices of settings, checked from their annotations; how tokens are sampled
-streams      what a policy generates, and the streams of actions that train it
-messages     prompts that are conversations: what models, rewards and people get of them
+user_code/   a reward or a loss of the user's: which files are its code, loaded by import path
+pipeline_files  the files of a saved model or diffusers pipeline
 hub          repositories of the Hugging Face Hub: files, downloads, a message for each failure
 services     requests to a service that may be slow, busy or gone; awaitables waits for them, addresses hides secrets
 uses         what a setting can make a machine do, marked where the setting is declared
 errors       wrong input, and numbers that are not finite
-
-user_functions loads a user's reward or loss by import path; user_code says which files are its code, user_modules
-imports exactly these; syntax and python_path read and find them.
 """

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_core.actions import Actions, DenoisingBatch, TokenBatch, pad_to_longest
 from grpo_core.errors import NonFiniteError
 from grpo_core.policies.protocol import Policy, PolicyComponent
-from grpo_core.records import BrokenImage, ComparedLogprobs, GroupRequest, RolloutGroup, TrainingRows
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.rollouts.actions import Actions, DenoisingBatch, TokenBatch, pad_to_longest
+from grpo_core.rollouts.records import BrokenImage, ComparedLogprobs, GroupRequest, RolloutGroup, TrainingRows
+from grpo_core.rollouts.streams import ImageSize, Stream
 
 
 class _Drawn(Protocol):

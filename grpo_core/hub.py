@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_core.errors import InputError, first_line
-from grpo_core.policies.pipeline_files import INDEX_FILE, pipeline_parts
+from grpo_core.pipeline_files import INDEX_FILE, pipeline_parts
 
 DESCRIPTIONS = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken")
 """Configuration and tokenizer of a model."""

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grpo_core.actions import TokenSupport
-from grpo_core.records import ActionLogprobs, Entropies
+from grpo_core.rollouts.actions import TokenSupport
+from grpo_core.rollouts.records import ActionLogprobs, Entropies
 
 CHUNK_TOKENS = 256
 _KEPT_CHUNKS = 4

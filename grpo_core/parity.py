@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 
 
 @dataclass(frozen=True)

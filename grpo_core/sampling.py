@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from grpo_core.actions import TokenSupport
+from grpo_core.rollouts.actions import TokenSupport
 from grpo_core.seeds import make_generator
 from grpo_core.settings import Truncation
 

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from grpo_core.errors import InputError
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.streams import ImageSize
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -7,7 +7,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from grpo_core.streams import STREAMS, Stream
+from grpo_core.rollouts.streams import STREAMS, Stream
 from tasks.storage.artifacts.reference import ArtifactRef
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 
 import configs
 from configs.training import DenoisingUpdateSection, ParitySection, UpdateSection
-from grpo_core.streams import STREAMS
+from grpo_core.rollouts.streams import STREAMS
 from tasks.reports.text import METRICS
 from tasks.runs.signs import SIGNS
 from tests.bench import page

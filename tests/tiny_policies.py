@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import data
-from grpo_core.actions import TokenBatch
 from grpo_core.policies.causal_lm.loading import load_model, load_tokenizer, train_language_model
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
@@ -23,7 +22,8 @@ from grpo_core.policies.glm_image.settings import AUTOREGRESSIVE, PARTS, GlmImag
 from grpo_core.policies.pipeline_loading import initial_state_of
 from grpo_core.policies.trained.lora_and_full import FrozenModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest, Output
+from grpo_core.rollouts.actions import TokenBatch
+from grpo_core.rollouts.records import GroupRequest, Output
 from grpo_core.settings import Truncation
 from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
 

@@ -30,14 +30,14 @@ from data.recipes.shapes import (
     write_prompt_file,
 )
 from data.recipes.trainer import DATA, ProgressCallback, Quality, measure, print_progress, replace_shipped, train
-from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.sampling_scoring import score_completions
 from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.prompts import encode_prompts
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.streams import ImageSize
 
 
 def draw_corpus(scenes: Sequence[Scene], recipe: TinyRecipe) -> tuple[Tensor, Tensor]:

@@ -47,12 +47,12 @@ from data.recipes.shapes import (
     split_scenes,
 )
 from data.recipes.trainer import DATA, ProgressCallback, Quality, print_progress, replace_shipped, train
-from grpo_core.images import SourceImage, encode_png
 from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.glm_image.loading import load_pipeline
 from grpo_core.policies.glm_image.processor import UnitProcessor
 from grpo_core.policies.glm_image.prompts import encode_prompts
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.images import SourceImage, encode_png
+from grpo_core.rollouts.streams import ImageSize
 
 _MEASURED_EDITS = 60
 _LARGE = slice(PREVIEW_GRID**2, None)

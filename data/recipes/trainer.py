@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from grpo_core.errors import NonFiniteError
-from grpo_core.images import SourceImage
 from grpo_core.policies.protocol import Policy
-from grpo_core.records import GroupRequest
 from grpo_core.rewards.registry import build_reward
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.records import GroupRequest
 from grpo_core.seeds import derive_seed
 
 if TYPE_CHECKING:

@@ -32,10 +32,10 @@ from data.recipes.grounding import (
 )
 from data.recipes.shapes import COLORS
 from data.recipes.trainer import DATA, ProgressCallback, Quality, measure, print_progress, replace_shipped, train
-from grpo_core.images import SourceImage
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
+from grpo_core.rollouts.images import SourceImage
 
 
 @dataclass(frozen=True)

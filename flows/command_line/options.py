@@ -237,7 +237,7 @@ def ask_for_init(request: "InitRequest") -> "InitRequest":
     from configs.validation import validated
     from flows.requests import InitRequest
     from flows.terminal.output import stderr
-    from grpo_core.policies.pipeline_files import PolicyKind
+    from grpo_core.pipeline_files import PolicyKind
 
     console = stderr()
     answers = {

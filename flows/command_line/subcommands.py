@@ -119,7 +119,7 @@ def sample(request: SampleRequest, as_json: Json = False) -> None:
 
     from flows.sample import sample as draw_samples
     from flows.terminal.inspection import show_sample
-    from grpo_core.messages import shown_prompt
+    from grpo_core.rollouts.messages import shown_prompt
 
     for note in source.notes:
         typer.echo(note, err=True)

@@ -18,7 +18,7 @@ from flows.export.usage import DIFFUSERS_FILE
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.models.initial import RECORD_FILE, weights_folder
 from tasks.reports.report import Report
 from tasks.reports.text import relative

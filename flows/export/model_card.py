@@ -10,7 +10,7 @@ from configs.sections import PolicySection
 from flows.export.plan import ExportPlan
 from flows.export.usage import edits, usage
 from grpo_core.policies.protocol import policy_family
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.metrics import HELDOUT
 from tasks.reports.report import Fact, Report, Table, markdown_of
 from tasks.reports.text import number, reward_origin

@@ -9,8 +9,8 @@ import jinja2
 
 from configs.rollouts import DiffusersRolloutSection, TextRolloutSection, VisionRolloutSection
 from configs.schema import RunConfig
+from grpo_core.pipeline_files import INDEX_FILE
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, call_settings, read_saved_pipeline
-from grpo_core.policies.pipeline_files import INDEX_FILE
 from tasks.models.initial import local_source
 
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"

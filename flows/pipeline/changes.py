@@ -12,9 +12,9 @@ from typing import Any
 
 from configs.schema import RunConfig, changed_settings
 from configs.sections import PromptsSection
-from grpo_core.messages import shown_question
 from grpo_core.rewards.registry import build_reward
-from grpo_core.user_code import changed_parts, follow_code
+from grpo_core.rollouts.messages import shown_question
+from grpo_core.user_code.files import changed_parts, follow_code
 from tasks.models.initial import model_digest, model_files
 from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.read import Prompt

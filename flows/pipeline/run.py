@@ -34,7 +34,7 @@ from flows.pipeline.lineage import (
 from flows.preflight.inputs import check_inputs
 from grpo_core.errors import InputError
 from grpo_core.hub import cached_folder
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.models.resident import ModelSpec
 from tasks.progress import Silence, listen, log

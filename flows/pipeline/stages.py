@@ -27,7 +27,7 @@ from configs.training import AnyUpdateSection
 from flows.pipeline.prefect_ui import shown_in_ui
 from flows.pipeline.run import Run
 from flows.server.temporary import require_not_lost
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.caching import with_quoted_arguments, with_retries
 from tasks.execution.resources import resource, run_resources

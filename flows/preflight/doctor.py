@@ -29,7 +29,7 @@ from grpo_core.errors import InputError
 from grpo_core.hub import cached_folder, download_command, one_message, plan_download
 from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.protocol import policy_family
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.streams import ImageSize
 from tasks.models.initial import training_choices
 from tasks.reports.report import Report
 from tasks.reports.text import counted

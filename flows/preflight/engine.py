@@ -14,10 +14,10 @@ from configs.schema import RunConfig
 from flows.preflight.model import source_of
 from flows.preflight.prompts import PromptFiles
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage
 from grpo_core.policies.engines.settings import refuse_adapters as refuse_vllm_adapters
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.settings import LoraSettings
+from grpo_core.rollouts.images import SourceImage
 from grpo_core.services import Service, ServiceError, read_token, run_awaitable
 from tasks.models.initial import model_digest, training_choices
 from tasks.prompts.read import Prompt

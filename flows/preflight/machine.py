@@ -15,7 +15,7 @@ from flows.preflight.model import refuse_offload_without_room
 from flows.preflight.prompts import PromptFiles
 from grpo_core.errors import InputError
 from grpo_core.policies.estimate import ERROR_MARGIN, GIB, PHASES, MemoryEstimate
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.streams import ImageSize
 from tasks.reports.report import Table
 from tasks.reports.text import counted
 from tasks.storage.artifacts.store import open_store

@@ -19,8 +19,8 @@ from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.policies.trial import try_policy
 from grpo_core.rewards.model_reward import ModelReward
 from grpo_core.rewards.registry import build_reward
+from grpo_core.rollouts.streams import ImageSize, Stream
 from grpo_core.seeds import derive_seed
-from grpo_core.streams import ImageSize, Stream
 from grpo_core.update.optimizer import refuse_unavailable
 from tasks.models.devices import configure_torch, refuse_missing_devices, torch_device
 from tasks.models.initial import initial_digest, local_source, training_choices

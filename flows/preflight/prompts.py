@@ -8,9 +8,9 @@ from configs.rollouts import ImageRolloutSection
 from configs.schema import RunConfig
 from configs.sections import DatasetSection
 from grpo_core.errors import InputError
-from grpo_core.messages import answer_begun
 from grpo_core.policies.protocol import policy_family
-from grpo_core.streams import MAX_PIXELS, ImageSize
+from grpo_core.rollouts.messages import answer_begun
+from grpo_core.rollouts.streams import MAX_PIXELS, ImageSize
 from tasks.prompts.curriculum import PromptSet
 from tasks.prompts.hub import DatasetChoice
 from tasks.prompts.read import LONG_PROMPT, Prompt, PromptFile, read_prompts

@@ -13,12 +13,12 @@ from configs.schema import RunConfig
 from configs.scoring import RewardSection
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage, encode_png, fits_reward, require_aspect, shown_bounds
 from grpo_core.losses.settings import load_custom_loss
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Needs, Reward
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.images import SourceImage, encode_png, fits_reward, require_aspect, shown_bounds
+from grpo_core.rollouts.streams import ImageSize
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import size_place
 from tasks.reports.text import number

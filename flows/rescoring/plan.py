@@ -18,10 +18,10 @@ from flows.preflight.trust import trusted_folders
 from flows.requests import RescoreRequest
 from flows.server.reachable import require_pools, require_server
 from grpo_core.errors import InputError, raise_all
-from grpo_core.images import fits_reward, shown_bounds
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Needs
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.images import fits_reward, shown_bounds
+from grpo_core.rollouts.streams import ImageSize
 from tasks.prompts.targets import find_target
 from tasks.reports.report import require_page_path
 from tasks.rewards.rows import TARGET_HINT

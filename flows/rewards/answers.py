@@ -20,7 +20,7 @@ from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.reward import Reward, provenance_of, score_samples
 from grpo_core.rewards.samples import ScoringBatch
-from grpo_core.streams import MAX_PIXELS
+from grpo_core.rollouts.streams import MAX_PIXELS
 from tasks.progress import log
 
 Answer = tuple[int, dict[str, object]]

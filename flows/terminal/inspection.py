@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from flows.terminal.output import plain, show_report, table_of
-from grpo_core.messages import shown_question
+from grpo_core.rollouts.messages import shown_question
 from tasks.reports.groups import Group, Groups, Row
 from tasks.reports.images import PRUNED
 from tasks.reports.report import Report, Table

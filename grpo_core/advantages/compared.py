@@ -18,7 +18,7 @@ from torch import Tensor
 from grpo_core.advantages.settings import AdvantageSettings
 from grpo_core.rewards.mix import CombinedRewards, RunningMoments
 from grpo_core.rewards.registry import Normalization, RewardTerm
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 
 
 @dataclass(frozen=True)

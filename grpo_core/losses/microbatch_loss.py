@@ -17,7 +17,7 @@ from grpo_core.losses.ratios import (
 )
 from grpo_core.losses.reductions import Denominators, masked_sum, on_policy_rows
 from grpo_core.losses.settings import LossSettings
-from grpo_core.records import StepGaussians
+from grpo_core.rollouts.records import StepGaussians
 
 
 @dataclass(frozen=True)

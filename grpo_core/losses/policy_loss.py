@@ -17,7 +17,7 @@ from torch import Tensor
 from grpo_core.losses.ratios import importance_ratio
 from grpo_core.losses.reductions import REDUCTIONS, Denominators, Reduction, mean_of_row_means
 from grpo_core.losses.settings import LOSSES, LossSettings, load_custom_loss
-from grpo_core.records import StepGaussians
+from grpo_core.rollouts.records import StepGaussians
 
 VESPO_LOWEST, VESPO_HIGHEST = math.log(1e-8), 20.0
 """Bounds of the logarithm of vespo's weight."""

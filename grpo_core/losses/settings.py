@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from grpo_core.errors import InputError
 from grpo_core.settings import check_fields
-from grpo_core.user_functions import REFERENCE, UserFunction, load_function
+from grpo_core.user_code.functions import REFERENCE, UserFunction, load_function
 from grpo_core.uses import Uses
 
 ImportanceLevel = Literal["token", "sequence"]

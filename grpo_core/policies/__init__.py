@@ -7,7 +7,6 @@ trial           whether a loaded model can be trained: it samples a little and i
 drafts          token sequences of groups, each drawn once
 encoded_prompts one prompt as a model reads it; several, padded; those that were used last
 kv_cache        keys and values of sampled tokens, growing in place
-pipeline_files  the files of a saved model or diffusers pipeline
 pipeline_loading  a diffusers pipeline by folder or hub name: one network, or all of them, frozen
 trained/        LoRA or full weights: what is trained, how it is saved, and copies such as the reference
 denoising/      the denoising steps of any flow-matching pipeline as actions

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from grpo_core.actions import Sources
 from grpo_core.errors import NonFiniteError
-from grpo_core.records import GroupRequest, SampledTokens
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import Sources
+from grpo_core.rollouts.records import GroupRequest, SampledTokens
+from grpo_core.rollouts.streams import ImageSize
 
 SampleTokens = Callable[[Sequence[str], int, Sequence[int], ImageSize | None, Sources | None], SampledTokens]
 """Prompts, drafts per prompt, one seed per draft, the size of the images, and the source images of each prompt (None:

@@ -18,7 +18,7 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.sizes import ComponentSizes, ModelSizes, Phase, count_parameters, shown_count
 from grpo_core.policies.trained.quantization import BYTES_IN_4_BITS
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.streams import PIXELS_AT_ONCE, ImageSize, Stream
+from grpo_core.rollouts.streams import PIXELS_AT_ONCE, ImageSize, Stream
 
 GIB, MIB = 1024**3, 1024**2
 ERROR_MARGIN = 0.15

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError, first_line
-from grpo_core.policies.pipeline_files import Parts, refuse_missing_folder
+from grpo_core.pipeline_files import Parts, refuse_missing_folder
 from grpo_core.policies.trained.quantization import QuantizationSettings, prepare_layers, quantized_loading
 
 _LIBRARIES = {"diffusers": diffusers, "transformers": transformers}

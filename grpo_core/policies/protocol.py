@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from grpo_core.errors import InputError
-from grpo_core.policies.pipeline_files import INDEX_FILE, Parts, refuse_missing_folder
+from grpo_core.pipeline_files import INDEX_FILE, Parts, refuse_missing_folder
 from grpo_core.policies.trained.quantization import QuantizationSettings, refuse_unusable_weights
-from grpo_core.streams import Modality, Stream
+from grpo_core.rollouts.streams import Modality, Stream
 
 if TYPE_CHECKING:
     import torch
     from jaxtyping import Float
     from torch import Tensor, nn
 
-    from grpo_core.actions import DenoisingBatch
     from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.offload import ComponentOffload
     from grpo_core.policies.trained.settings import TrainingChoice
-    from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup
-    from grpo_core.streams import ImageSize
+    from grpo_core.rollouts.actions import DenoisingBatch
+    from grpo_core.rollouts.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup
+    from grpo_core.rollouts.streams import ImageSize
 
 
 class PolicyComponent(Protocol):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 
 from grpo_core.policies.trained.model import TrainedModel
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.rollouts.streams import ImageSize, Stream
 
 Phase = Literal["encoding", "sampling", "decoding", "tokens update", "denoising update"]
 

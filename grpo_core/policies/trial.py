@@ -17,15 +17,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch, Sources, TokenBatch
 from grpo_core.errors import InputError, first_line
-from grpo_core.images import SourceImage, encode_png
 from grpo_core.logprobs import gather_logprobs, vocabulary_logprobs
 from grpo_core.parity import ParityTolerance, of_rounding
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.quantization import quantized_layers
-from grpo_core.records import GroupRequest, Output, RolloutGroup, SampledTokens
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch, Sources, TokenBatch
+from grpo_core.rollouts.images import SourceImage, encode_png
+from grpo_core.rollouts.records import GroupRequest, Output, RolloutGroup, SampledTokens
+from grpo_core.rollouts.streams import ImageSize
 
 if TYPE_CHECKING:
     from grpo_core.policies.causal_lm.policy import CausalLMPolicy

@@ -22,9 +22,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.images import shown_size
 from grpo_core.rewards.reward import STRICT, Positive, Reward
 from grpo_core.rewards.samples import Score, ScoringBatch, clamp_unit
+from grpo_core.rollouts.images import shown_size
 
 BYTES_PER_KILOBYTE = 1000
 MAX_JPEG_SIDE = 65_500

@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.samples import Score, ScoringBatch, not_finite
-from grpo_core.streams import Modality
+from grpo_core.rollouts.streams import Modality
 
 STRICT = ConfigDict(strict=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 """For the settings of a reward, a pydantic dataclass: no value is converted, no secret is shown."""

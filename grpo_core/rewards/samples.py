@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.images import require_fit, to_rgb
+from grpo_core.rollouts.images import require_fit, to_rgb
 
 
 @dataclass(frozen=True)

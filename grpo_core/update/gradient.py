@@ -10,7 +10,7 @@ from torch import Tensor
 from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
 from grpo_core.losses.reductions import Denominators, entropy_threshold, high_entropy_mask, overlong_mask
 from grpo_core.policies.protocol import PolicyComponent
-from grpo_core.records import Entropies, TrainingRows
+from grpo_core.rollouts.records import Entropies, TrainingRows
 from grpo_core.update.process_group import ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings, microbatches
 from grpo_core.update.step import StepSums

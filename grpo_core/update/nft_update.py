@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch
 from grpo_core.losses.policy_loss import NoisedImages, mean_square, nft_terms
 from grpo_core.policies.protocol import VelocityComponent
-from grpo_core.records import TrainingRows
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.records import TrainingRows
+from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import derive_seed, make_generator
-from grpo_core.streams import ImageSize
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
 from grpo_core.update.settings import NftSettings, minibatches

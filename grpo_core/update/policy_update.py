@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from grpo_core.actions import Actions
 from grpo_core.errors import InputError, raise_all
 from grpo_core.losses.ratios import mismatch_metrics, mismatch_weights
 from grpo_core.parity import ParityTolerance, measure_parity, require_parity, share_of_tolerance
 from grpo_core.policies.protocol import PolicyComponent
-from grpo_core.records import Entropies, TrainingRows
+from grpo_core.rollouts.actions import Actions
+from grpo_core.rollouts.records import Entropies, TrainingRows
 from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_actions
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share

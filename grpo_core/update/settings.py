@@ -10,8 +10,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LossSettings
+from grpo_core.rollouts.streams import Stream
 from grpo_core.settings import check_fields
-from grpo_core.streams import Stream
 
 PARITY_SHARE = "sampling/sampling_logp_difference/share_of_tolerance"
 """Metric of the parity gate: the larger of its differences over what it allows."""

@@ -15,7 +15,7 @@ from configs.scoring import RewardSection
 from grpo_core.advantages.compared import compared_samples
 from grpo_core.advantages.compute import kl_penalty
 from grpo_core.advantages.settings import AdvantageSettings
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.runs.layout import IMAGES, REWARD_COLUMN, STATES, SamplingRound
 from tasks.runs.samples import join_samples, tables_of
 from tasks.storage.artifacts.store import ArtifactStore, Read

@@ -13,7 +13,7 @@ from configs.placement import PlacementSection
 from configs.scoring import AdvantagesSection, RewardSection
 from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, reward_metrics
 from grpo_core.rewards.mix import RunningMoments
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.advantages.compared_samples import Samples, read_compared_samples, samples_of
 from tasks.execution.caching import stage_task
 from tasks.metrics import RUNNING, stream_prefix

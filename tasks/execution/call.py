@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from configs.placement import StorageSection
 from grpo_core.errors import InputError
-from grpo_core.user_code import follow_code
+from grpo_core.user_code.files import follow_code
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.devices import DeviceProcesses
 from tasks.execution.errors import ErrorRecord, LostStageError, StageCancelledError, StageTimeoutError, record_of

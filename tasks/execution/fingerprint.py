@@ -19,8 +19,8 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from grpo_core.syntax import PARSING, Import, SyntaxWalk, parse
-from grpo_core.user_code import PROJECT_PACKAGES
+from grpo_core.user_code.files import PROJECT_PACKAGES
+from grpo_core.user_code.syntax import PARSING, Import, SyntaxWalk, parse
 from tasks.process import CHECKOUT, collection_paused
 
 ORCHESTRATION = (

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from configs.placement import PlacementSection, ShardedStagePlacement
-from grpo_core.user_code import UserCode, follow_code
+from grpo_core.user_code.files import UserCode, follow_code
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import remove_folder

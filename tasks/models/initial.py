@@ -26,8 +26,8 @@ from grpo_core.policies.trained.settings import (
     refuse_other_settings,
 )
 from grpo_core.policies.trained.whole import FULL_WEIGHTS
+from grpo_core.rollouts.streams import STREAMS, Stream
 from grpo_core.seeds import file_sha256
-from grpo_core.streams import STREAMS, Stream
 from tasks.progress import log
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore

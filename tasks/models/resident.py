@@ -15,7 +15,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.policies.trial import try_policy
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.models.devices import configure_torch
 from tasks.models.initial import (
     component_folder,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.sections import CurriculumSection
+from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import derive_seed
-from grpo_core.streams import ImageSize
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference
 from tasks.storage.artifacts.reference import ArtifactRef

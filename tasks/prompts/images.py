@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.streams import ImageSize
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp")  # of file names, in upper or lower case
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from grpo_core.errors import InputError
-from grpo_core.messages import IMAGE_MARK, read_messages, refuse_messages, write_messages
+from grpo_core.rollouts.messages import IMAGE_MARK, read_messages, refuse_messages, write_messages
 
 _PAYLOADS = ("image", "path", "url", "image_url", "bytes")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from grpo_core.errors import InputError
-from grpo_core.messages import caption_of, is_conversation, read_messages, refuse_messages, write_messages
-from grpo_core.streams import has_visible_text
+from grpo_core.rollouts.messages import caption_of, is_conversation, read_messages, refuse_messages, write_messages
+from grpo_core.rollouts.streams import has_visible_text
 from tasks.prompts.files import PromptRow, file_ending, find_files, nearest_names
 from tasks.prompts.formats import ENDINGS, ImageRow, PromptTable, convert_numbers, open_table
 from tasks.prompts.hub import DatasetChoice, names_dataset, open_dataset
@@ -51,8 +51,8 @@ class Prompt:
     # 16 hexadecimal digits from the text, the digests of its images and its number of earlier occurrences in the set;
     # independent of file format, path and other columns.
     prompt_id: str
-    # The prompt as it stands in its row, messages as :mod:`grpo_core.messages` writes them; of one with images, with a
-    # mark or a block for each or none.
+    # The prompt as it stands in its row, messages as :mod:`grpo_core.rollouts.messages` writes them; of one with
+    # images, with a mark or a block for each or none.
     text: str
     # The other columns that go along, as plain JSON values; an empty cell of a CSV or TSV file is None.
     columns: Mapping[str, object] = field(hash=False)

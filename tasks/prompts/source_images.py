@@ -17,8 +17,8 @@ from itertools import count, islice
 from typing import NamedTuple
 
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage, open_image, to_rgb
-from grpo_core.streams import MAX_PIXELS, ImageSize
+from grpo_core.rollouts.images import SourceImage, open_image, to_rgb
+from grpo_core.rollouts.streams import MAX_PIXELS, ImageSize
 from tasks.prompts.files import PromptRow, join_uri, nearest_names, read_input_file
 from tasks.prompts.formats import ImageRow
 from tasks.prompts.images import complete_image, name_inside, upright_size

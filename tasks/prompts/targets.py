@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.images import open_image, require_aspect, to_rgb
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.images import open_image, require_aspect, to_rgb
+from grpo_core.rollouts.streams import ImageSize
 from tasks.prompts.files import find_input, join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts.images import IMAGE_ENDINGS, complete_image, name_inside, upright_size
 from tasks.prompts.read import Prompt

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-from grpo_core.streams import STREAMS, ImageSize, Stream
+from grpo_core.rollouts.streams import STREAMS, ImageSize, Stream
 from tasks.reports.images import PromptImages, read_images
 from tasks.runs.layout import ADVANTAGE_COLUMN, ADVANTAGES, REWARD_COLUMN, REWARDS, ROLLOUTS
 from tasks.runs.reader import RunReader

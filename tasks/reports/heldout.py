@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from grpo_core.messages import shown_prompt
+from grpo_core.rollouts.messages import shown_prompt
 from tasks.progress import log
 from tasks.prompts.targets import TargetReference, load_target
 from tasks.reports.groups import Row, read_shown_samples

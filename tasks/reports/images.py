@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.images import decode_stored
+from grpo_core.rollouts.images import decode_stored
 from tasks.prompts.targets import TargetReference, find_target, load_target
 from tasks.reports.text import counted
 from tasks.runs.layout import IMAGES, source_file

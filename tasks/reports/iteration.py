@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from grpo_core.messages import shown_question
+from grpo_core.rollouts.messages import shown_question
 from tasks.metrics import SECONDS
 from tasks.reports.groups import Row, Samples, best_first, read_shown_samples
 from tasks.reports.images import PRUNED, THUMBNAIL, PromptImages, embedded

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import fsspec
 
 from grpo_core.errors import InputError
-from grpo_core.messages import shown_prompt
+from grpo_core.rollouts.messages import shown_prompt
 from tasks.metrics import HELDOUT
 from tasks.reports.text import change, excerpt, in_cell, markdown_table, metric_title, number, signed, visible
 from tasks.storage.files import write_file_atomically

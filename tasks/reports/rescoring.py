@@ -7,8 +7,8 @@ import numpy as np
 import polars as pl
 from PIL import Image
 
-from grpo_core.messages import shown_question
-from grpo_core.streams import STREAMS
+from grpo_core.rollouts.messages import shown_question
+from grpo_core.rollouts.streams import STREAMS
 from tasks.reports.curves import bar_plot, joint_plot
 from tasks.reports.groups import read_shown_samples
 from tasks.reports.report import Cells, Fact, Report, Table, render

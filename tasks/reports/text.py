@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from grpo_core.streams import STREAMS, Stream
+from grpo_core.rollouts.streams import STREAMS, Stream
 from tasks.metrics import HELDOUT, split_stream
 
 if TYPE_CHECKING:

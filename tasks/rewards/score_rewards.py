@@ -19,7 +19,7 @@ from configs.scoring import RewardSection
 from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import build_reward, reward_reference
 from grpo_core.rewards.reward import provenance_of
-from grpo_core.user_code import code_kept
+from grpo_core.user_code.files import code_kept
 from tasks.execution.caching import stage_task
 from tasks.execution.stage import SHARDS, Arguments, Part, Sharding, shard_folder
 from tasks.metrics import LOGGED, pool_logged

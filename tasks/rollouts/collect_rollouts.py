@@ -16,8 +16,8 @@ from PIL import Image
 from configs.placement import PlacementSection
 from configs.rollouts import RolloutSection
 from grpo_core.collect import collect_rollouts, sampled_at_once
-from grpo_core.images import encode_png
 from grpo_core.policies.protocol import family_module
+from grpo_core.rollouts.images import encode_png
 from tasks.execution.caching import stage_task
 from tasks.execution.resources import halve_on_out_of_memory, peak_memory, reset_peak_memory
 from tasks.execution.stage import Arguments, Part, Sharding, shard_folder

@@ -10,10 +10,10 @@ from typing import Any
 import polars as pl
 from PIL import Image
 
-from grpo_core.actions import Sources
-from grpo_core.images import encode_png
-from grpo_core.records import BrokenImage, RolloutGroup, SampledActions
-from grpo_core.streams import Stream
+from grpo_core.rollouts.actions import Sources
+from grpo_core.rollouts.images import encode_png
+from grpo_core.rollouts.records import BrokenImage, RolloutGroup, SampledActions
+from grpo_core.rollouts.streams import Stream
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
 from tasks.rollouts.streams import denoising_columns, read_denoising, read_tokens, token_columns
 from tasks.runs.layout import IMAGES, STATES

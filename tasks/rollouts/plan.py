@@ -5,10 +5,10 @@ from typing import NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from grpo_core.images import SourceImage
-from grpo_core.records import GroupRequest
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.records import GroupRequest
+from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import derive_seed
-from grpo_core.streams import ImageSize
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.runs.layout import evaluation_folder, round_folder
 

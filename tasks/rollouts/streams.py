@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch, Sources, TokenBatch, TokenSupport
-from grpo_core.records import RolloutGroup, SampledActions, SampledTokens
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch, Sources, TokenBatch, TokenSupport
+from grpo_core.rollouts.records import RolloutGroup, SampledActions, SampledTokens
+from grpo_core.rollouts.streams import ImageSize
 from tasks.metrics import COMPLETION_LENGTH, DRAFTS, TOKENS
 from tasks.runs.layout import PARTS, STATES, STATES_FILE
 from tasks.storage.lists import lists_of, padded, unpadded

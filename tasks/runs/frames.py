@@ -9,7 +9,7 @@ import polars as pl
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.images import decode_stored
+from grpo_core.rollouts.images import decode_stored
 from tasks.prompts.files import nearest_names
 from tasks.runs.layout import ADVANTAGE_COLUMN, ADVANTAGES, REWARDS, ROLLOUTS, evaluation_folder, iteration_folder
 from tasks.runs.lookup import find_run, spans

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.metrics import SECONDS
 from tasks.runs.layout import ADVANTAGES, RECOMPUTED, REWARDS, ROLLOUTS, STAGES, STORED, StoredEvaluation
 from tasks.runs.lookup import RunStart

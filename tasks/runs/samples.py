@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from grpo_core.streams import STREAMS
+from grpo_core.rollouts.streams import STREAMS
 from tasks.runs.layout import ADVANTAGE_COLUMN, EXTRA_COLUMN, EXTRA_FILE, IMAGES, REWARD_COLUMN, SCORES_FILE
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import Read

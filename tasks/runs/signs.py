@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from grpo_core.streams import STREAMS, Stream
+from grpo_core.rollouts.streams import STREAMS, Stream
 from grpo_core.update.settings import PARITY_SHARE
 
 PAGE = "docs/is_it_learning.md"

@@ -12,7 +12,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage
+from grpo_core.rollouts.images import SourceImage
 from tasks.progress import log
 from tasks.runs.layout import source_file
 from tasks.storage.artifacts.store import ArtifactStore
@@ -22,7 +22,7 @@ from tasks.storage.files import MAX_SOURCE_BYTES
 if TYPE_CHECKING:
     import polars as pl
 
-    from grpo_core.actions import Sources
+    from grpo_core.rollouts.actions import Sources
     from tasks.prompts.source_images import SourceReference
 
 

@@ -22,8 +22,8 @@ from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import reward_class
 from grpo_core.seeds import file_sha256
-from grpo_core.user_code import follow_code
-from grpo_core.user_functions import REFERENCE
+from grpo_core.user_code.files import follow_code
+from grpo_core.user_code.functions import REFERENCE
 from grpo_core.uses import Uses, declared_uses, settings_defaults
 
 _WITH: Mapping[Uses, frozenset[Uses]] = MappingProxyType(

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 
 from grpo_core.errors import InputError
-from grpo_core.streams import STREAMS
+from grpo_core.rollouts.streams import STREAMS
 from tasks.storage.files import is_local, matching
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from grpo_core.streams import STREAMS, Modality, Stream
+from grpo_core.rollouts.streams import STREAMS, Modality, Stream
 
 SCHEMA_VERSION = 10  # the one version of stored tables that this program writes and reads
 

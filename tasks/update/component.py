@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.policies.trained.model import WeightCopy
 from grpo_core.policies.trained.settings import CopyName
+from grpo_core.rollouts.streams import Stream
 from grpo_core.seeds import derive_seed
-from grpo_core.streams import Stream
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import UpdateResult

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from configs.placement import PlacementSection, StorageSection
 from configs.training import AnyUpdateSection
 from grpo_core.errors import InputError
-from grpo_core.streams import UNEQUAL_PASSES, Stream
+from grpo_core.rollouts.streams import UNEQUAL_PASSES, Stream
 from tasks.models.devices import refuse_missing_devices
 from tasks.models.resident import ModelSpec
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef

@@ -10,12 +10,12 @@ import polars as pl
 import pyarrow as pa
 
 from configs.training import ParitySection
-from grpo_core.actions import TokenBatch
 from grpo_core.parity import BF16, FP16, ParityTolerance, of_rounding
 from grpo_core.policies.engines.settings import EngineRecord
 from grpo_core.policies.protocol import PolicyFamily
-from grpo_core.records import TrainingRows
-from grpo_core.streams import Stream
+from grpo_core.rollouts.actions import TokenBatch
+from grpo_core.rollouts.records import TrainingRows
+from grpo_core.rollouts.streams import Stream
 from grpo_core.update.nft_update import NftStepMetrics, update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy

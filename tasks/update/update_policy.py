@@ -8,9 +8,9 @@ from typing import Any
 from configs.placement import PlacementSection
 from configs.training import AnyUpdateSection
 from grpo_core.policies.protocol import family_module
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from grpo_core.update.process_group import SINGLE_PROCESS
-from grpo_core.user_code import code_kept
+from grpo_core.user_code.files import code_kept
 from tasks.execution.caching import stage_task
 from tasks.execution.resources import halve_on_out_of_memory, resource
 from tasks.models.resident import ModelSpec, ResidentPolicy

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 import data
-from grpo_core.actions import TokenBatch
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.glm_image.loading import load_pipeline
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest, TrainingRows
+from grpo_core.rollouts.actions import TokenBatch
+from grpo_core.rollouts.records import GroupRequest, TrainingRows
 from grpo_core.seeds import make_generator
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy

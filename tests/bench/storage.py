@@ -20,7 +20,7 @@ from PIL import Image
 from configs.loader import read_config
 from configs.scoring import RewardSection
 from flows import rescore
-from grpo_core.images import encode_png
+from grpo_core.rollouts.images import encode_png
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.process import CHECKOUT
 from tasks.rewards.score_rewards import score_reward_task

@@ -10,9 +10,9 @@ from PIL import Image
 
 from data.recipes.edits import Edit, all_edits, choose_edits, draw_edit_corpus, split_edits, write_edit_file
 from data.recipes.shapes import PREVIEW_GRID, Scene, all_scenes, draw, draw_cells, encode_cells
-from grpo_core.images import SourceImage, encode_png
 from grpo_core.policies.glm_image.loading import load_pipeline
 from grpo_core.policies.glm_image.sources import SourceEncoder
+from grpo_core.rollouts.images import SourceImage, encode_png
 from tests.tiny_policies import EDIT_MODEL
 
 EDIT = Edit(Scene("red", "circle", "top left", "white"), "blue")

@@ -24,7 +24,7 @@ from data.recipes.grounding import SIDE, STEP, best_constant_box, draw_scenes, i
 from data.recipes.shapes import CODEBOOK_SIZE, all_scenes, decode_tokens
 from data.recipes.shapes import split_scenes as split_captions
 from grpo_core.errors import NonFiniteError
-from grpo_core.records import GroupRequest, RolloutGroup
+from grpo_core.rollouts.records import GroupRequest, RolloutGroup
 from tests.tiny_policies import EDIT_MODEL, MODEL, TEXT_MODEL
 
 MODELS = trainer.DATA / "models"

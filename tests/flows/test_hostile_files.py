@@ -17,9 +17,9 @@ from PIL import Image
 from configs.loader import read_config
 from grpo_core import services
 from grpo_core.errors import InputError
-from grpo_core.images import decode_stored
+from grpo_core.rollouts.images import decode_stored
+from grpo_core.rollouts.streams import MAX_PIXELS
 from grpo_core.services import Service, ServiceError
-from grpo_core.streams import MAX_PIXELS
 from tasks.prompts.files import read_input_file
 from tasks.reports.images import PromptImages, read_images
 from tasks.runs.lookup import write_description

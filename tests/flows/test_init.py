@@ -25,7 +25,7 @@ from flows.preflight.machine import describe_work
 from flows.preflight.prompts import check_prompts, read_prompt_files
 from flows.requests import InitRequest
 from grpo_core.errors import InputError
-from grpo_core.policies.pipeline_files import PolicyKind
+from grpo_core.pipeline_files import PolicyKind
 from tests.flows.conftest import Runs, refused
 from tests.grpo_core.rewards.stub import as_a_gated_repository, reach, serve
 

@@ -21,7 +21,7 @@ from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest
+from grpo_core.rollouts.records import GroupRequest
 from grpo_core.seeds import derive_seed
 from tasks.runs.stored import stored_config
 from tests.flows.export.stored_policies import HALVES, SHIPPED, both_halves, store_run

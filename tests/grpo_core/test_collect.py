@@ -10,12 +10,19 @@ from jaxtyping import TypeCheckError
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch, TokenBatch, TokenSupport
 from grpo_core.collect import collect_rollouts
 from grpo_core.errors import NonFiniteError
 from grpo_core.losses.ratios import estimate_kl
-from grpo_core.records import BrokenImage, GroupRequest, RolloutGroup, SampledActions, SampledTokens, TrainingRows
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch, TokenBatch, TokenSupport
+from grpo_core.rollouts.records import (
+    BrokenImage,
+    GroupRequest,
+    RolloutGroup,
+    SampledActions,
+    SampledTokens,
+    TrainingRows,
+)
+from grpo_core.rollouts.streams import ImageSize
 from tests.grpo_core.toy_policy import TablePolicy, training_rows
 
 

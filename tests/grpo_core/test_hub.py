@@ -15,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from grpo_core.errors import InputError
 from grpo_core.hub import cached_folder, download_command, fetch, loaded_files, one_message, plan_download
-from grpo_core.policies.pipeline_files import INDEX_FILE
+from grpo_core.pipeline_files import INDEX_FILE
 from tests.grpo_core.rewards.stub import COMMIT, Asked, Reply, Stub, as_a_gated_repository, reach, serve
 
 WEIGHTS = (".safetensors", ".bin", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".ot", ".tflite")

@@ -5,8 +5,8 @@ import pytest
 import torch
 from PIL import Image
 
-from grpo_core.images import fit_to, to_rgb
 from grpo_core.rewards.similarity.tensors import check_pair, to_tensor
+from grpo_core.rollouts.images import fit_to, to_rgb
 from tests.grpo_core.rewards.conftest import noise, refusal
 
 

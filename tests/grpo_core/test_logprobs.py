@@ -10,11 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_core.actions import TokenSupport
 from grpo_core.errors import NonFiniteError
 from grpo_core.logprobs import score_hidden, vocabulary_logprobs
 from grpo_core.parity import ParityError, ParityReport, ParityTolerance, measure_parity, require_parity
-from grpo_core.records import Entropies
+from grpo_core.rollouts.actions import TokenSupport
+from grpo_core.rollouts.records import Entropies
 from tests.grpo_core.policies.glm_image.test_memory import PeakBytes
 
 

@@ -24,7 +24,7 @@ from grpo_core.parity import (
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import SampledTokens
+from grpo_core.rollouts.records import SampledTokens
 from tasks.runs.signs import NEAR_GATE
 from tests.grpo_core.policies.causal_lm.model_types import make_tokenizer
 from tests.grpo_core.policies.trained.tiny_models import disturb

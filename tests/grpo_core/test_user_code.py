@@ -14,8 +14,8 @@ import pytest
 from grpo_core.losses.settings import custom_loss_digest, load_custom_loss
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.reward import provenance_of
-from grpo_core.user_code import follow_code
-from grpo_core.user_functions import UserFunction, load_function
+from grpo_core.user_code.files import follow_code
+from grpo_core.user_code.functions import UserFunction, load_function
 from tests.grpo_core.rewards.functions.conftest import texts
 
 
@@ -191,7 +191,7 @@ def test_distributions_count_by_their_version(tmp_path: Path, monkeypatch: pytes
     assert follow_code(reference).distributions == {"numpy": version("numpy"), "pillow": version("pillow")}
     assert follow_code("trl.rewards:think_format_reward").distributions == {"trl": version("trl")}
     before = FunctionReward(function=reference).version
-    monkeypatch.setattr("grpo_core.python_path.version", lambda name: "0.1")
+    monkeypatch.setattr("grpo_core.user_code.python_path.version", lambda name: "0.1")
     assert FunctionReward(function=reference).version != before
 
 
@@ -215,9 +215,12 @@ def test_a_module_on_pythons_path_is_followed_and_stays_what_it_was(
 
 
 def test_modules_of_this_project_are_named_for_the_stages_fingerprint(tmp_path: Path) -> None:
-    source = "import grpo_core.seeds\nfrom grpo_core.images import to_rgb\nfrom grpo_core import streams\nVALUE = 1"
-    reference = write(tmp_path, {"mine.py": mine(source)})
-    assert {*follow_code(reference).project} >= {"grpo_core.seeds", "grpo_core.images", "grpo_core.streams"}
+    imports = (
+        "import grpo_core.seeds\nfrom grpo_core.rollouts.images import to_rgb\nfrom grpo_core.rollouts import streams"
+    )
+    reference = write(tmp_path, {"mine.py": mine(f"{imports}\nVALUE = 1")})
+    followed = {*follow_code(reference).project}
+    assert followed >= {"grpo_core.seeds", "grpo_core.rollouts.images", "grpo_core.rollouts.streams"}
     assert score(reference) == 1.0
 
 

@@ -11,10 +11,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from grpo_core.actions import Sources, TokenBatch
 from grpo_core.logprobs import entropy_of, gather_logprobs
 from grpo_core.policies.drafts import sample_drafts
-from grpo_core.records import (
+from grpo_core.rollouts.actions import Sources, TokenBatch
+from grpo_core.rollouts.records import (
     ActionLogprobs,
     Entropies,
     GroupRequest,
@@ -23,8 +23,8 @@ from grpo_core.records import (
     SampledTokens,
     TrainingRows,
 )
+from grpo_core.rollouts.streams import ImageSize, Stream
 from grpo_core.sampling import draw_tokens, uniform_numbers
-from grpo_core.streams import ImageSize, Stream
 
 
 class TablePolicy:

@@ -17,7 +17,7 @@ from configs.training import UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.samples import Score, ScoringBatch
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.models.initial import model_digest
 from tasks.models.resident import ModelSpec

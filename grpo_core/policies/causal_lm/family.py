@@ -8,11 +8,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
+from grpo_core.pipeline_files import CONFIG_FILE, ONE_NETWORK, Parts, find_model_file
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.pipeline_files import CONFIG_FILE, ONE_NETWORK, Parts, find_model_file
 from grpo_core.policies.protocol import PolicyFamily, first_numbers, numbered_prompt
 from grpo_core.policies.trained.quantization import count_quantized
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.settings import TrainingChoice
-    from grpo_core.streams import ImageSize
+    from grpo_core.rollouts.streams import ImageSize
 
 PROMPT_TOKENS = 512
 """Assumed number of ids of the longest prompt, where the prompts or the tokenizer are not here."""

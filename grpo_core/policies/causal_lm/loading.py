@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from grpo_core.errors import InputError
+from grpo_core.pipeline_files import CONFIG_FILE, ONE_NETWORK, refuse_missing_folder
 from grpo_core.policies.causal_lm.model_types import refuse_known
 from grpo_core.policies.causal_lm.settings import Context
-from grpo_core.policies.pipeline_files import CONFIG_FILE, ONE_NETWORK, refuse_missing_folder
 from grpo_core.policies.trained.component import use_attention
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import CPU, TrainedModel

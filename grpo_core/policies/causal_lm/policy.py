@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from grpo_core.actions import Sources, TokenBatch
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.ends import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.loading import CAUSAL_LM, ModelKind, load_trained, read_context, vocabulary_size
 from grpo_core.policies.causal_lm.prompts import answer_start, encode_prompt, uses_template
@@ -27,8 +25,10 @@ from grpo_core.policies.encoded_prompts import EncodedPrompt, EncodedPrompts, Re
 from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16
 from grpo_core.policies.trained.model import CPU, TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledTokens
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.rollouts.actions import Sources, TokenBatch
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledTokens
+from grpo_core.rollouts.streams import ImageSize, Stream
 
 if TYPE_CHECKING:
     from grpo_core.policies.engines.vllm import VllmEngine

@@ -5,25 +5,21 @@ import json
 import re
 import string
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import partial
-from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from grpo_core.errors import InputError
-from grpo_core.messages import (
-    IMAGE_MARK,
-    Message,
-    filled_blocks,
-    read_messages,
-    refuse_messages,
-    text_of,
-    with_image_blocks,
-)
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
 from grpo_core.policies.encoded_prompts import EncodedPrompt
+from grpo_core.rollouts.messages import (
+    IMAGE_MARK,
+    Message,
+    read_messages,
+    refuse_messages,
+    with_image_blocks,
+)
+from grpo_core.rollouts.rendering import render_messages
 
 # Some templates print today's date, so the prompt would differ when it is scored on another day. transformers hands a
 # template no functions but its own, so theirs is hidden by a macro; what each code prints is Python's own.
@@ -41,7 +37,6 @@ _FIXED_CLOCK = (
 )
 
 _LAST_TAGS = re.compile(r"(?:<[A-Za-z][\w-]*>\s*)+\Z")
-_PRINTED_BLOCK = re.compile(r"""['"]type['"]: *['"]text['"]""")
 
 
 def uses_template(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings) -> bool:
@@ -185,31 +180,6 @@ def answer_start(tokenizer: PreTrainedTokenizerBase, settings: CausalLMSettings)
     # Tokens that no decoded answer has are the form of a message, not a part of it; so are names of roles.
     form = {*tokenizer.all_special_tokens, "<assistant>", "<model>"}
     return "" if found is None or any(tag in found[0] for tag in form) else found[0]
-
-
-def render_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **arguments: Any) -> str:
-    """Format messages with the tokenizer's own call; blocks of texts are joined for a template that knows texts only.
-
-    TemplateError, ValueError or TypeError if the template refuses them.
-    """
-    render = partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
-    cleaned = [
-        each if isinstance(each["content"], str) else {**each, "content": filled_blocks(each["content"])}
-        for each in messages
-    ]
-    blocks = [block for each in cleaned if isinstance(each["content"], list) for block in each["content"]]
-    texts = [block["text"] for block in blocks if block["type"] == "text"]
-    if not blocks or len(texts) < len(blocks):
-        printed: str = render(cleaned)
-        return printed
-    with suppress(TemplateError, ValueError, TypeError):
-        printed = render(cleaned)
-        # A template that knows texts only writes the list of blocks itself, or nothing of it.
-        listed = sum(len(_PRINTED_BLOCK.findall(text)) for text in texts) < len(_PRINTED_BLOCK.findall(printed))
-        if not listed and all(text.strip() in printed for text in texts):
-            return printed
-    printed = render([{**each, "content": text_of(each["content"])} for each in cleaned])
-    return printed
 
 
 def require_room(prompt: str, length: int, settings: CausalLMSettings, context: Context, of_images: int = 0) -> None:

@@ -13,12 +13,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache
 
-from grpo_core.actions import Sources, TokenBatch, TokenSupport
 from grpo_core.logprobs import gather_logprobs, score_hidden, vocabulary_logprobs
 from grpo_core.policies.causal_lm.ends import StopTexts
 from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.kv_cache import grow_in_place
-from grpo_core.records import ActionLogprobs, Entropies, SampledTokens
+from grpo_core.rollouts.actions import Sources, TokenBatch, TokenSupport
+from grpo_core.rollouts.records import ActionLogprobs, Entropies, SampledTokens
 from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
 from grpo_core.settings import Truncation
 

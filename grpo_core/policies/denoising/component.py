@@ -12,8 +12,6 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor, nn
 
-from grpo_core.actions import DenoisingBatch, Sources, TokenBatch
-from grpo_core.images import SourceImage
 from grpo_core.policies.denoising.rows import DenoisedGroup, SampleRows, by_group, image_of, slice_decoding
 from grpo_core.policies.denoising.scheduler import (
     NoisyScheduler,
@@ -30,9 +28,18 @@ from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.trained.component import TrainedComponent
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
-from grpo_core.records import ActionLogprobs, BrokenImage, Entropies, GroupRequest, SampledActions, StepGaussians
+from grpo_core.rollouts.actions import DenoisingBatch, Sources, TokenBatch
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.records import (
+    ActionLogprobs,
+    BrokenImage,
+    Entropies,
+    GroupRequest,
+    SampledActions,
+    StepGaussians,
+)
+from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import make_generator
-from grpo_core.streams import ImageSize
 
 VAE = "vae"
 """Name of the autoencoder among the parts of a pipeline, also that of diffusers."""

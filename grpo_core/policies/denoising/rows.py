@@ -14,9 +14,9 @@ from diffusers.image_processor import VaeImageProcessor
 from jaxtyping import Float
 from PIL import Image
 
-from grpo_core.actions import DenoisingBatch, Rows, Sources, TokenBatch, join_sources
-from grpo_core.records import BrokenImage, GroupRequest, SampledActions
-from grpo_core.streams import PIXELS_AT_ONCE, ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch, Rows, Sources, TokenBatch, join_sources
+from grpo_core.rollouts.records import BrokenImage, GroupRequest, SampledActions
+from grpo_core.rollouts.streams import PIXELS_AT_ONCE, ImageSize
 
 
 @contextmanager

@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch, TokenBatch
-from grpo_core.images import SourceImage, without_marks
 from grpo_core.policies.denoising.component import VAE, DenoisingComponent
 from grpo_core.policies.diffusers.prompt_cache import PromptCache
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings, SavedPipeline, call_settings
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
+from grpo_core.rollouts.actions import DenoisingBatch, TokenBatch
+from grpo_core.rollouts.images import SourceImage, without_marks
+from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import make_generator
-from grpo_core.streams import ImageSize
 
 TRANSFORMER, ENCODERS = "transformer", "text_encoder"
 """Name of the part of a pipeline that is trained; beginning of the names of those that encode prompts."""

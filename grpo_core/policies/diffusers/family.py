@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
-from grpo_core.images import without_marks
+from grpo_core.pipeline_files import Parts, find_model_file, refuse_missing_weights
 from grpo_core.policies.diffusers.pipeline_class import TRIED
 from grpo_core.policies.diffusers.saved_pipeline import (
     DiffusersSettings,
@@ -16,17 +16,17 @@ from grpo_core.policies.diffusers.saved_pipeline import (
     refuse_size,
 )
 from grpo_core.policies.diffusers.source_images import refuse_sources
-from grpo_core.policies.pipeline_files import Parts, find_model_file, refuse_missing_weights
 from grpo_core.policies.protocol import PolicyFamily, first_numbers
 from grpo_core.policies.trained.quantization import count_quantized
-from grpo_core.streams import Stream
+from grpo_core.rollouts.images import without_marks
+from grpo_core.rollouts.streams import Stream
 
 if TYPE_CHECKING:
     from grpo_core.policies.diffusers.policy import DiffusersPolicy
     from grpo_core.policies.sizes import ModelSizes, Phase
     from grpo_core.policies.trained.model import TrainedModel
     from grpo_core.policies.trained.settings import TrainingChoice
-    from grpo_core.streams import ImageSize
+    from grpo_core.rollouts.streams import ImageSize
 
 
 def refuse_cut_prompts(model: str, saved: SavedPipeline, settings: DiffusersSettings, prompts: Sequence[str]) -> None:

@@ -9,9 +9,9 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from grpo_core.errors import InputError
+from grpo_core.pipeline_files import INDEX_FILE, refuse_missing_folder
 from grpo_core.policies import pipeline_loading
 from grpo_core.policies.diffusers.saved_pipeline import SavedPipeline, read_saved_pipeline
-from grpo_core.policies.pipeline_files import INDEX_FILE, refuse_missing_folder
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice

@@ -13,7 +13,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from grpo_core.policies.diffusers.source_images import SOURCES, SourceArgument
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.streams import ImageSize
 
 _NEEDED = ("prompt", "height", "width", "num_inference_steps", "generator", "latents", "output_type")
 _GUIDANCE = ("guidance_scale", "true_cfg_scale")

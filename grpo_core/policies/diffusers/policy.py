@@ -21,8 +21,8 @@ from grpo_core.policies.trained.model import CPU
 from grpo_core.policies.trained.offload import offload_parts
 from grpo_core.policies.trained.quantization import refuse_unusable_weights
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import BrokenImage, GroupRequest, Output, RolloutGroup
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.rollouts.records import BrokenImage, GroupRequest, Output, RolloutGroup
+from grpo_core.rollouts.streams import ImageSize, Stream
 
 
 class DiffusersPolicy:

@@ -9,17 +9,17 @@ from typing import Annotated, Any
 from pydantic import PositiveInt
 
 from grpo_core.errors import InputError
-from grpo_core.policies.denoising.settings import SCHEDULER, DenoisingSettings, refuse_scheduler
-from grpo_core.policies.diffusers.pipeline_class import PipelineClass, find_pipeline_class
-from grpo_core.policies.pipeline_files import (
+from grpo_core.pipeline_files import (
     INDEX_FILE,
     find_model_file,
     pipeline_parts,
     read_pipeline_file,
     refuse_missing_parts,
 )
+from grpo_core.policies.denoising.settings import SCHEDULER, DenoisingSettings, refuse_scheduler
+from grpo_core.policies.diffusers.pipeline_class import PipelineClass, find_pipeline_class
+from grpo_core.rollouts.streams import ImageSize, nearest_multiple
 from grpo_core.settings import ImageSettings
-from grpo_core.streams import ImageSize, nearest_multiple
 from grpo_core.uses import Uses
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from PIL import Image
 
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage, fits_reward, shown_bounds
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.images import SourceImage, fits_reward, shown_bounds
+from grpo_core.rollouts.streams import ImageSize
 
 
 @dataclass(frozen=True)

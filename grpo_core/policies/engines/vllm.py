@@ -15,7 +15,6 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_core.actions import Sources, TokenBatch, TokenSupport
 from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
 from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.engines.settings import Progress
@@ -31,7 +30,8 @@ from grpo_core.policies.engines.vllm_requests import (
     served_prompts,
 )
 from grpo_core.policies.engines.vllm_server import Adapter, Server, UnknownAdapterError
-from grpo_core.records import SampledTokens
+from grpo_core.rollouts.actions import Sources, TokenBatch, TokenSupport
+from grpo_core.rollouts.records import SampledTokens
 from grpo_core.services import ServiceError, pause_s, run_awaitable
 
 ATTEMPTS = 5

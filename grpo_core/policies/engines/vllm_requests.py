@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 
-from grpo_core.actions import Sources
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage, encode_png
 from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
 from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.engines.vllm_server import Server, post
+from grpo_core.rollouts.actions import Sources
+from grpo_core.rollouts.images import SourceImage, encode_png
 
 _LOWEST = -9000.0
 """vLLM returns -9999 in place of minus infinity."""

@@ -10,16 +10,16 @@ from diffusers import GlmImagePipeline
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.glm_image.loading import pixel_unit
 from grpo_core.policies.glm_image.settings import DECODER, TEXT_ENCODER, GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.glm_image.sources import SOURCE_ARGUMENTS, SourceEncoder, shared_by_rows
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch, TokenBatch
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.streams import ImageSize
 
 
 def require_fit(tokens: TokenBatch, grids: TokenGrids, size: ImageSize) -> None:

@@ -5,6 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
+from grpo_core.pipeline_files import (
+    INDEX_FILE,
+    Parts,
+    find_model_file,
+    pipeline_parts,
+    read_pipeline_file,
+    refuse_missing_parts,
+    refuse_missing_weights,
+)
 from grpo_core.policies.denoising.settings import refuse_scheduler
 from grpo_core.policies.glm_image.settings import (
     AUTOREGRESSIVE,
@@ -18,18 +27,9 @@ from grpo_core.policies.glm_image.settings import (
     read_pixel_unit,
     token_grids,
 )
-from grpo_core.policies.pipeline_files import (
-    INDEX_FILE,
-    Parts,
-    find_model_file,
-    pipeline_parts,
-    read_pipeline_file,
-    refuse_missing_parts,
-    refuse_missing_weights,
-)
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.policies.trained.quantization import count_quantized
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.rollouts.streams import ImageSize, Stream
 
 if TYPE_CHECKING:
     from grpo_core.policies.glm_image.policy import GlmImagePolicy

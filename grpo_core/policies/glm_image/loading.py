@@ -15,6 +15,7 @@ from torch import nn
 from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError, raise_all
+from grpo_core.pipeline_files import find_model_file, refuse_missing_folder
 from grpo_core.policies import pipeline_loading
 from grpo_core.policies.glm_image.processor import UnitProcessor
 from grpo_core.policies.glm_image.prompts import refuse_reserved_tokens
@@ -30,12 +31,11 @@ from grpo_core.policies.glm_image.settings import (
     refuse_coarse_codes,
     token_grids,
 )
-from grpo_core.policies.pipeline_files import find_model_file, refuse_missing_folder
 from grpo_core.policies.protocol import first_numbers, numbered_prompt
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.rollouts.streams import ImageSize, Stream
 
 RELEASED_MODEL = "zai-org/GLM-Image"
 # Short names such as "q_proj" would also match the vision tower, which is never trained.

@@ -9,8 +9,6 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import nn
 
-from grpo_core.actions import Sources, TokenBatch
-from grpo_core.images import SourceImage, without_marks
 from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule, sample_completions, score_completions
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.encoded_prompts import EncodedPrompt, EncodedPrompts, RecentlyUsed, pad_prompts
@@ -35,8 +33,17 @@ from grpo_core.policies.trained.model import CPU, TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload, offload_parts
 from grpo_core.policies.trained.quantization import refuse_unusable_weights
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledActions, SampledTokens
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.rollouts.actions import Sources, TokenBatch
+from grpo_core.rollouts.images import SourceImage, without_marks
+from grpo_core.rollouts.records import (
+    ActionLogprobs,
+    Entropies,
+    GroupRequest,
+    RolloutGroup,
+    SampledActions,
+    SampledTokens,
+)
+from grpo_core.rollouts.streams import ImageSize, Stream
 
 
 class GlmImageTokens(TrainedComponent[TokenBatch]):

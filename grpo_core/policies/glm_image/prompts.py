@@ -13,7 +13,7 @@ from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError
 from grpo_core.policies.encoded_prompts import EncodedPrompt, EncodedPrompts, pad_prompts
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.streams import ImageSize
 
 
 def refuse_reserved_tokens(processor: GlmImageProcessor, prompt: str) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import NonNegativeFloat, PositiveInt
 
 from grpo_core.errors import InputError
+from grpo_core.pipeline_files import Parts, find_model_file
 from grpo_core.policies.denoising.settings import DenoisingSettings
-from grpo_core.policies.pipeline_files import Parts, find_model_file
+from grpo_core.rollouts.streams import ImageSize, Stream, nearest_multiple
 from grpo_core.settings import ImageSettings, TokenSamplingSettings
-from grpo_core.streams import ImageSize, Stream, nearest_multiple
 
 AUTOREGRESSIVE, DECODER, VAE, TEXT_ENCODER = "vision_language_encoder", "transformer", "vae", "text_encoder"
 PARTS: Parts = MappingProxyType(

@@ -13,13 +13,13 @@ from diffusers import GlmImagePipeline
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 from PIL import Image
 
-from grpo_core.images import SourceImage
 from grpo_core.policies.encoded_prompts import RecentlyUsed
 from grpo_core.policies.glm_image.loading import pixel_unit
 from grpo_core.policies.glm_image.prompts import Codes
 from grpo_core.policies.glm_image.settings import AUTOREGRESSIVE, SourceLimits, refuse_coarse_codes
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.streams import ImageSize
 
 
 class SourceEncoder:

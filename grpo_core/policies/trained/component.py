@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
-from grpo_core.records import ActionLogprobs, Entropies
+from grpo_core.rollouts.records import ActionLogprobs, Entropies
 
 
 @contextmanager

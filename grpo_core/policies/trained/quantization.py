@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Strict
 
 from grpo_core.errors import InputError
-from grpo_core.policies.pipeline_files import Parts, find_model_file
+from grpo_core.pipeline_files import Parts, find_model_file
 from grpo_core.uses import Uses
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from grpo_core.policies.pipeline_files import INDEX_FILE, pipeline_parts
+from grpo_core.pipeline_files import INDEX_FILE, pipeline_parts
 from grpo_core.policies.trained.settings import ADAPTER_FILE
 
 if TYPE_CHECKING:

@@ -3,18 +3,18 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from grpo_core.pipeline_files import CONFIG_FILE, find_model_file
 from grpo_core.policies.causal_lm.family import PROMPT_TOKENS, CausalLMFamily
-from grpo_core.policies.pipeline_files import CONFIG_FILE, find_model_file
 from grpo_core.policies.protocol import PolicyFamily, first_numbers, numbered_prompt
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 
 if TYPE_CHECKING:
     from grpo_core.policies.causal_lm.loading import ModelKind
     from grpo_core.policies.sizes import ModelSizes
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.policies.vision_lm.policy import VisionLMPolicy
-    from grpo_core.streams import ImageSize
+    from grpo_core.rollouts.streams import ImageSize
 
 IMAGE_SIDE = 1024
 """Assumed width and height of a prompt's one image, in pixels, before the processor scales it."""

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import require_room
 from grpo_core.policies.encoded_prompts import EncodedPrompt
@@ -22,6 +21,7 @@ from grpo_core.policies.vision_lm.prompts import (
     process_prompt,
 )
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
+from grpo_core.rollouts.images import SourceImage
 
 
 class VisionLMPolicy(CausalLMPolicy):

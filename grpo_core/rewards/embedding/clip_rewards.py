@@ -21,7 +21,6 @@ from PIL import Image
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from grpo_core.images import to_rgb
 from grpo_core.rewards.embedding.clip import ClipArchitecture, ClipReward, LongPrompts, check_prompts
 from grpo_core.rewards.model_reward import (
     Sha256,
@@ -35,6 +34,7 @@ from grpo_core.rewards.reward import STRICT, Positive, problems_of
 from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.similarity.pairs import ComparingReward
 from grpo_core.rewards.weights import HUB_PREFIX, Published, Weights
+from grpo_core.rollouts.images import to_rgb
 from grpo_core.uses import Uses
 
 CACHED_EMBEDDINGS = 4096

@@ -16,7 +16,6 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
-from grpo_core.images import fit_to
 from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_rewards import ClipModel, load_clip
 from grpo_core.rewards.model_reward import exact_inference
@@ -25,6 +24,7 @@ from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, clamp
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, Trunk, heads_file, load_network
 from grpo_core.rewards.similarity.tensors import to_tensor
 from grpo_core.rewards.weights import Weights
+from grpo_core.rollouts.images import fit_to
 from grpo_core.seeds import file_sha256
 
 _PLACE = "rewards.diversity"

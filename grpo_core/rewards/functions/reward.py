@@ -23,13 +23,13 @@ from pydantic import AfterValidator, JsonValue
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.images import to_rgb
-from grpo_core.messages import Message, shown_question, with_images
 from grpo_core.rewards.functions.call_log import CallLog
 from grpo_core.rewards.reward import STRICT, Needs, Reward, problems_of
 from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, not_finite
+from grpo_core.rollouts.images import to_rgb
+from grpo_core.rollouts.messages import Message, shown_question, with_images
 from grpo_core.services import run_awaitable
-from grpo_core.user_functions import (
+from grpo_core.user_code.functions import (
     REFERENCE,
     UserFunction,
     find_function,

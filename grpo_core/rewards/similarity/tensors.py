@@ -11,7 +11,7 @@ from jaxtyping import Float32, Float64
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.images import WINDOW
+from grpo_core.rollouts.images import WINDOW
 
 
 def to_tensor(image: Image.Image) -> Float32[Tensor, "1 3 height width"]:

@@ -28,9 +28,9 @@ from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.glm_image.decoding import large_grid_ids
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained.settings import ADAPTER_FILE, LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest
+from grpo_core.rollouts.records import GroupRequest
+from grpo_core.rollouts.streams import STREAMS
 from grpo_core.seeds import derive_seed, make_generator
-from grpo_core.streams import STREAMS
 from tasks.storage.artifacts.commit import delete_files
 from tests.flows.conftest import flip, refused
 from tests.flows.export.stored_policies import HALVES, SHIPPED, both_halves, store_run

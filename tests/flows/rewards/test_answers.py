@@ -20,7 +20,7 @@ from grpo_core.rewards.samples import Score, ScoringBatch
 from grpo_core.rewards.similarity.lpips import LpipsReward
 from grpo_core.rewards.similarity.pairs import SsimReward
 from grpo_core.rewards.text.rules import AnswerReward
-from grpo_core.streams import MAX_PIXELS
+from grpo_core.rollouts.streams import MAX_PIXELS
 from tasks.progress import listen
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
 

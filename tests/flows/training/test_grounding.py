@@ -13,8 +13,8 @@ from data.recipes.vision import TinyVisionRecipe
 from flows import train
 from flows.preflight.inputs import check_inputs
 from flows.preflight.prompts import read_prompt_files
-from grpo_core.images import SourceImage
 from grpo_core.rewards.registry import build_reward
+from grpo_core.rollouts.images import SourceImage
 from tests.flows.conftest import REPOSITORY, TINY_BOTH, Runs
 
 GROUNDING, MEDGROUND = (REPOSITORY / "configs" / f"{name}.yaml" for name in ("tiny_grounding", "medground"))

@@ -21,7 +21,7 @@ from flows.sample import open_source, sample
 from flows.training.hooks import use_hook
 from flows.training.prefetch import RolloutPrefetcher
 from flows.training.train import missing_prompts
-from grpo_core.records import GroupRequest
+from grpo_core.rollouts.records import GroupRequest
 from grpo_core.seeds import derive_seed
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.settings import OptimizerSettings

@@ -23,7 +23,7 @@ from trl import GRPOTrainer
 from grpo_core.losses.microbatch_loss import LossInputs, TokenLoss, compute_microbatch_loss
 from grpo_core.losses.reductions import Denominators, entropy_threshold, high_entropy_mask
 from grpo_core.losses.settings import LOSSES, LossSettings
-from grpo_core.records import StepGaussians
+from grpo_core.rollouts.records import StepGaussians
 
 MAX_COMPLETION_LENGTH = 11
 TOKEN_LOSSES = [loss for loss, traits in LOSSES.items() if not traits.reads_gaussians]

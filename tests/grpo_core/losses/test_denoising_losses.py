@@ -11,7 +11,7 @@ from torch import Tensor
 from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
 from grpo_core.losses.reductions import Denominators
 from grpo_core.losses.settings import LossSettings
-from grpo_core.records import StepGaussians
+from grpo_core.rollouts.records import StepGaussians
 from tests.grpo_core.losses.oracles import select
 
 ROWS, STEPS, VALUES = 4, 3, 4096

@@ -8,13 +8,13 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor
 
-from grpo_core.actions import Sources
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.policies.vision_lm.prompts import process_prompt
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
-from grpo_core.records import SampledTokens
+from grpo_core.rollouts.actions import Sources
+from grpo_core.rollouts.records import SampledTokens
 from grpo_core.settings import Truncation
 from tests.grpo_core.policies.causal_lm.model_types import CONFIGS, HEAD_ROWS, make_model, make_tokenizer
 from tests.grpo_core.policies.vision_lm.tiny_families import KINDS, make_policy, requested

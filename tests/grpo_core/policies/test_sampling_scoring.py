@@ -14,9 +14,9 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor
 
-from grpo_core.actions import TokenBatch
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
-from grpo_core.records import SampledTokens
+from grpo_core.rollouts.actions import TokenBatch
+from grpo_core.rollouts.records import SampledTokens
 from tests.grpo_core.policies.causal_lm.model_types import CONFIGS, HEAD_ROWS, change_inputs
 from tests.grpo_core.policies.samplers import GRIDS, SAMPLERS, Sampler, decoded, make_sampler, own_inputs, whole_pass
 from tests.grpo_core.policies.vision_lm.tiny_families import KINDS, plain_logprobs

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grpo_core.losses.settings import MismatchSettings
 from grpo_core.parity import ParityError, ParityTolerance
-from grpo_core.records import TrainingRows
+from grpo_core.rollouts.records import TrainingRows
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_core.actions import DenoisingBatch
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import SampledActions, TrainingRows
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.records import SampledActions, TrainingRows
+from grpo_core.rollouts.streams import ImageSize
 from grpo_core.update.nft_update import ForwardProcess, NftStepMetrics, update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings

@@ -8,7 +8,6 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch
 from grpo_core.errors import InputError
 from grpo_core.losses.policy_loss import TermInputs
 from grpo_core.losses.settings import LossSettings
@@ -16,7 +15,8 @@ from grpo_core.parity import ParityTolerance
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.scheduler import Transition, step_kl
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
-from grpo_core.records import ActionLogprobs, SampledActions, StepGaussians, TrainingRows
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.records import ActionLogprobs, SampledActions, StepGaussians, TrainingRows
 from grpo_core.settings import Truncation
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy

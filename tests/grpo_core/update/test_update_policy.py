@@ -15,7 +15,7 @@ from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
 from grpo_core.losses.reductions import Denominators
 from grpo_core.losses.settings import MismatchSettings
 from grpo_core.parity import ParityError, ParityTolerance
-from grpo_core.records import TrainingRows
+from grpo_core.rollouts.records import TrainingRows
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings, microbatches, minibatches

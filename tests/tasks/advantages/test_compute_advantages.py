@@ -11,7 +11,7 @@ import torch
 
 from configs.scoring import AdvantagesSection, RewardSection
 from grpo_core.advantages.compute import compute_advantages
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task, zero_metrics
 from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.commit import commit_artifact

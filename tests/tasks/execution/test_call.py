@@ -17,7 +17,7 @@ from configs.scoring import AdvantagesSection, RewardSection
 from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError, joined
 from grpo_core.parity import ParityError, ParityReport, ParityTolerance
 from grpo_core.policies.engines.vllm import EngineError
-from grpo_core.user_code import follow_code
+from grpo_core.user_code.files import follow_code
 from tasks.execution.call import StageCall, arguments_of, call_of, carry_out, naming_timeout, read_call, write_call
 from tasks.execution.errors import (
     ErrorRecord,

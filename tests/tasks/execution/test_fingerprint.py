@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from configs.scoring import AdvantagesSection, RewardSection
-from grpo_core.syntax import SyntaxWalk, parse
-from grpo_core.user_code import PROJECT_PACKAGES
+from grpo_core.user_code.files import PROJECT_PACKAGES
+from grpo_core.user_code.syntax import SyntaxWalk, parse
 from tasks.execution import fingerprint
 from tasks.execution.fingerprint import ORCHESTRATION, code_fingerprint, is_orchestration, reached_modules
 from tasks.execution.stage import STAGES, stage_named
@@ -128,12 +128,18 @@ COMPUTING = {"torch", "numpy", "polars", "pyarrow", "PIL", "transformers", "diff
 NEEDS_ITS_ERRORS = {"tasks.execution.resources", "tasks.execution.errors"}
 """They know torch's error of a full memory, and ask it how much there is; memory is in no key."""
 
-NAMED_IN_CALLS = {"grpo_core.parity", "grpo_core.python_path", "grpo_core.syntax", "grpo_core.user_code"}
+NAMED_IN_CALLS = {
+    "grpo_core.parity",
+    "grpo_core.user_code.python_path",
+    "grpo_core.user_code.syntax",
+    "grpo_core.user_code.files",
+}
 """An error that travels between processes, and the digests of a call's code."""
 
 NAMED_IN_PLACES = {
+    "grpo_core.pipeline_files",
     "grpo_core.services",
-    *(f"grpo_core.policies{name}" for name in ("", ".pipeline_files", ".trained")),
+    *(f"grpo_core.policies{name}" for name in ("", ".trained")),
     *(f"grpo_core.policies.trained.{name}" for name in ("quantization", "settings")),
 }
 """Settings of policies and of services, by which is found where a stage runs; scoring has none of them."""

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from configs.placement import PlacementSection
-from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageTokens
-from grpo_core.records import Entropies, GroupRequest, RolloutGroup
+from grpo_core.rollouts.actions import TokenBatch
+from grpo_core.rollouts.records import Entropies, GroupRequest, RolloutGroup
 from tasks.execution.resources import halve_on_out_of_memory, resource, run_resources
 from tasks.models.resident import ResidentPolicy
 from tasks.progress import listen

@@ -18,12 +18,12 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 from trl.data_utils import apply_chat_template, is_conversational, prepare_multimodal_messages
 
-from grpo_core.images import SourceImage
-from grpo_core.messages import shown_prompt, shown_question
 from grpo_core.policies.causal_lm.prompts import encode_prompt, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.messages import shown_prompt, shown_question
 from tasks.prompts.source_images import SourceColumns
 from tests.grpo_core.policies.causal_lm.model_types import make_tokenizer
 from tests.grpo_core.rewards.functions.conftest import spied

@@ -17,7 +17,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage
+from grpo_core.rollouts.images import SourceImage
 from tasks.prompts.hub import DatasetChoice
 from tasks.prompts.read import Prompt, PromptFile, read_prompts
 from tasks.prompts.source_images import DECODED, SourceColumns

@@ -13,7 +13,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.streams import ImageSize
 from tasks.prompts.read import Prompt
 from tasks.prompts.targets import TargetReference, load_target, pair_targets, read_sizes
 from tests.tasks.stage_calls import png

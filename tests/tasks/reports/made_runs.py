@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from tasks.runs.layout import SCORES_FILE, source_file
 from tasks.runs.lookup import write_description
 from tasks.storage.artifacts.commit import commit_artifact

@@ -7,7 +7,7 @@ import pytest
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from grpo_core.messages import write_messages
+from grpo_core.rollouts.messages import write_messages
 from tasks.reports import heldout
 from tasks.reports.groups import Row
 from tasks.reports.heldout import HEAD, MAX_SHEET_ROWS, contact_sheet, write_contact_sheet, write_heldout_texts

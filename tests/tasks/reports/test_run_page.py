@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from grpo_core.messages import write_messages
+from grpo_core.rollouts.messages import write_messages
 from tasks.reports import report as pages
 from tasks.reports.groups import LARGE, read_groups
 from tasks.reports.images import PromptImages

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from configs.placement import PlacementSection
 from configs.rollouts import GlmImageRolloutSection
-from grpo_core.actions import DenoisingBatch
 from grpo_core.collect import collect_rollouts
-from grpo_core.records import GroupRequest, RolloutGroup, SampledActions
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.records import GroupRequest, RolloutGroup, SampledActions
+from grpo_core.rollouts.streams import ImageSize
 from tasks.execution.resources import resource
 from tasks.models.resident import ResidentPolicy
 from tasks.prompts.curriculum import DrawnPrompt

@@ -13,10 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from data.recipes.shapes import BACKGROUNDS
-from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.policies.protocol import policy_family
-from grpo_core.records import GroupRequest, RolloutGroup
-from grpo_core.streams import Stream
+from grpo_core.rollouts.actions import DenoisingBatch, TokenBatch
+from grpo_core.rollouts.records import GroupRequest, RolloutGroup
+from grpo_core.rollouts.streams import Stream
 from tasks.execution.stage import stage_named
 from tasks.rollouts import streams
 from tasks.rollouts.collect_rollouts import background

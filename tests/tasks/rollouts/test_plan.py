@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from grpo_core.collect import sampled_at_once
-from grpo_core.records import GroupRequest
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.records import GroupRequest
+from grpo_core.rollouts.streams import ImageSize
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.prompts.source_images import SourceReference

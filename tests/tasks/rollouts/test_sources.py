@@ -7,11 +7,11 @@ import polars as pl
 import pytest
 import torch
 
-from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage
 from grpo_core.policies.protocol import policy_family
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import TokenBatch
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.streams import ImageSize
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.prompts.source_images import SourceReference

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_core.rewards.registry import HackingRule
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from grpo_core.update.settings import PARITY_SHARE
 from tasks.runs.hacking import HackingSign, hacking_signs, noise_between
 from tasks.runs.signs import Sign, find_signs, new_signs

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from grpo_core.errors import InputError
-from grpo_core.user_code import PROJECT_PACKAGES
+from grpo_core.user_code.files import PROJECT_PACKAGES
 from tasks.process import CHECKOUT, environment
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import fsync_folder, matching, move_folder, remove_folder, scratch_folder, temporary_folder

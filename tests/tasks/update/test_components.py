@@ -25,7 +25,7 @@ from grpo_core.errors import InputError
 from grpo_core.parity import ParityError
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.glm_image.decoding import GlmImageDecoder
-from grpo_core.streams import STREAMS, Stream
+from grpo_core.rollouts.streams import STREAMS, Stream
 from grpo_core.update.process_group import SINGLE_PROCESS
 from tasks.execution.resources import resource, run_resources
 from tasks.models.initial import weights_digest

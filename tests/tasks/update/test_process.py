@@ -16,7 +16,7 @@ from configs.placement import PlacementSection
 from configs.sections import LoraSection
 from configs.training import ReferenceSection, UpdateSection
 from grpo_core.errors import InputError
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from grpo_core.update.distributed import DistributedProcessGroup
 from tasks.execution.errors import LostStageError
 from tasks.execution.resources import run_resources

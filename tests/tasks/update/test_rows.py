@@ -9,8 +9,8 @@ from configs.placement import PlacementSection
 from configs.sections import LoraSection
 from configs.training import ParitySection
 from grpo_core.policies.protocol import policy_family
-from grpo_core.records import TrainingRows
-from grpo_core.streams import Stream
+from grpo_core.rollouts.records import TrainingRows
+from grpo_core.rollouts.streams import Stream
 from tasks.execution.resources import resource, run_resources
 from tasks.models.resident import ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef

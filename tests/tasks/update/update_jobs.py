@@ -15,7 +15,7 @@ from configs.rollouts import GlmImageRolloutSection, TextRolloutSection, VisionR
 from configs.sections import LoraSection, PolicySection
 from configs.training import AnyUpdateSection, MismatchSection, UpdateSection
 from grpo_core.policies.trained.settings import Reference
-from grpo_core.streams import Stream
+from grpo_core.rollouts.streams import Stream
 from grpo_core.update.process_group import SINGLE_PROCESS
 from tasks.models.initial import model_digest
 from tasks.models.resident import ModelSpec

@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig, LlamaModel
 
 from grpo_core.errors import InputError
-from grpo_core.messages import read_messages
 from grpo_core.policies.causal_lm.family import FAMILY
 from grpo_core.policies.causal_lm.loading import (
     load_model,
@@ -21,6 +20,7 @@ from grpo_core.policies.causal_lm.prompts import encode_prompt, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
 from grpo_core.policies.encoded_prompts import pad_prompts
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.rollouts.messages import read_messages
 from tests.grpo_core.policies.causal_lm.model_types import make_model, make_tokenizer, small_model
 from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS
 

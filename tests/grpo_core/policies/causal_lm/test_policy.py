@@ -21,7 +21,7 @@ from grpo_core.policies.causal_lm.prompts import prompt_ids
 from grpo_core.policies.causal_lm.sampling_scoring import head_gives_logits
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import SampledTokens
+from grpo_core.rollouts.records import SampledTokens
 from tests.grpo_core.policies.causal_lm.model_types import (
     AFTER_HEAD,
     CONFIGS,

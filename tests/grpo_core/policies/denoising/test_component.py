@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.policies.denoising import rows as images
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.rows import image_of
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.records import BrokenImage
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch, TokenBatch
+from grpo_core.rollouts.records import BrokenImage
+from grpo_core.rollouts.streams import ImageSize
 from tests.grpo_core.policies.denoising.test_scheduler import flow_grpo_formula
 from tests.grpo_core.policies.denoising.tiny_pipelines import (
     PIPELINES,

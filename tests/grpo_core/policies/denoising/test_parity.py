@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.scheduler import NoisyScheduler
 from grpo_core.policies.denoising.settings import SdeType
 from grpo_core.policies.trained.model import copied, exchanged
-from grpo_core.records import GroupRequest
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.records import GroupRequest
 from grpo_core.seeds import make_generator
 from tests.grpo_core.policies.denoising.tiny_pipelines import (
     PIPELINES,

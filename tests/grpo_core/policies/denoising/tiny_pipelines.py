@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from grpo_core.actions import DenoisingBatch, TokenBatch
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.glm_image.decoding import GlmImageDecoder
@@ -18,8 +17,9 @@ from grpo_core.policies.glm_image.loading import load_pipeline
 from grpo_core.policies.glm_image.settings import GlmImageSettings, read_pixel_unit, token_grids
 from grpo_core.policies.trained.lora_and_full import LoraModel, train_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch, TokenBatch
+from grpo_core.rollouts.records import GroupRequest
+from grpo_core.rollouts.streams import ImageSize
 
 PIPELINES = ("sd3", "flux", "qwen_image", "z_image", "glm_image")
 SIZE = ImageSize(32, 32)

@@ -9,15 +9,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch
 from grpo_core.collect import join_groups
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage, encode_png
 from grpo_core.policies.diffusers.family import FAMILY
 from grpo_core.policies.diffusers.source_images import SOURCES
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import RolloutGroup
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.images import SourceImage, encode_png
+from grpo_core.rollouts.records import RolloutGroup
+from grpo_core.rollouts.streams import ImageSize
 from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     EDIT_PROMPTS,
     EDITS,

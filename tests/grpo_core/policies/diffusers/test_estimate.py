@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_core.actions import DenoisingBatch
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.estimate import MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.sizes import count_blocks
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.streams import ImageSize
 from tests.grpo_core.policies.diffusers.tiny_pipelines import FAMILIES, SavedFolder, SharedPolicy, request, settings
 
 LORA = TrainingChoice(LoraSettings(rank=4, alpha=8))

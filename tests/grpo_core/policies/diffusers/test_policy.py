@@ -8,14 +8,14 @@ import torch
 from PIL import Image
 from torch import nn
 
-from grpo_core.actions import DenoisingBatch
 from grpo_core.collect import join_groups
 from grpo_core.errors import InputError
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest, RolloutGroup
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.records import GroupRequest, RolloutGroup
+from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import make_generator
-from grpo_core.streams import ImageSize
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings

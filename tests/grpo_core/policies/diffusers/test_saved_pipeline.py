@@ -21,7 +21,7 @@ from grpo_core.policies.diffusers.saved_pipeline import (
     read_saved_pipeline,
     refuse_size,
 )
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.streams import ImageSize
 from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, settings
 
 

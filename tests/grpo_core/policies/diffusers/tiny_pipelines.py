@@ -18,13 +18,13 @@ from PIL import Image
 from torch import nn
 
 from grpo_core.collect import collect_rollouts
-from grpo_core.images import SourceImage, encode_png
+from grpo_core.pipeline_files import INDEX_FILE
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
-from grpo_core.policies.pipeline_files import INDEX_FILE
 from grpo_core.policies.trained.lora_and_full import LoraModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest, RolloutGroup
+from grpo_core.rollouts.images import SourceImage, encode_png
+from grpo_core.rollouts.records import GroupRequest, RolloutGroup
 from tests.grpo_core.policies.denoising.tiny_pipelines import GUIDANCE, disturb
 from tests.grpo_core.policies.diffusers import tiny_builders as build
 

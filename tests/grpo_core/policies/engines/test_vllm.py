@@ -22,7 +22,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.engines import vllm
@@ -33,7 +32,8 @@ from grpo_core.policies.engines.vllm_requests import prompt_ids_of, served_promp
 from grpo_core.policies.engines.vllm_server import Adapter, Server, find_server
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
-from grpo_core.records import SampledTokens
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.records import SampledTokens
 from grpo_core.services import Service, ServiceError, run_awaitable
 from tests.grpo_core.policies.vision_lm.tiny_families import PROMPTS as QUESTIONS
 from tests.grpo_core.policies.vision_lm.tiny_families import SOURCES, make_policy

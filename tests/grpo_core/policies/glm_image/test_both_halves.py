@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_core.actions import DenoisingBatch
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.parity import ParityTolerance
 from grpo_core.policies.glm_image.family import FAMILY
@@ -15,8 +14,9 @@ from grpo_core.policies.glm_image.loading import DECODER_LINEARS, RELEASED_MODEL
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest, RolloutGroup
-from grpo_core.streams import STREAMS, Stream
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.records import GroupRequest, RolloutGroup
+from grpo_core.rollouts.streams import STREAMS, Stream
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings

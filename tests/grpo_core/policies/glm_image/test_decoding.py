@@ -9,14 +9,14 @@ from diffusers import GlmImagePipeline
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.actions import TokenBatch, pad_to_longest
 from grpo_core.collect import collect_rollouts
 from grpo_core.policies.glm_image.decoding import GlmImageDecoder, large_grid_ids
 from grpo_core.policies.glm_image.settings import GlmImageSettings, Grid, TokenGrids, token_grids
 from grpo_core.policies.trained.lora_and_full import FrozenModel
-from grpo_core.records import GroupRequest
+from grpo_core.rollouts.actions import TokenBatch, pad_to_longest
+from grpo_core.rollouts.records import GroupRequest
+from grpo_core.rollouts.streams import ImageSize
 from grpo_core.settings import Truncation
-from grpo_core.streams import ImageSize
 from tests.tiny_policies import PROMPTS, build_policy, render
 
 GRIDS = TokenGrids(preview=Grid(1, 2), large=Grid(2, 2))

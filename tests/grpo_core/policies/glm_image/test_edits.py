@@ -14,18 +14,18 @@ from torch import Tensor
 
 from data.recipes.edits import Edit, all_edits
 from data.recipes.shapes import draw
-from grpo_core.actions import DenoisingBatch, TokenBatch, pad_to_longest
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.errors import InputError
-from grpo_core.images import SourceImage, encode_png
 from grpo_core.parity import ParityTolerance
 from grpo_core.policies.glm_image.family import FAMILY
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.glm_image.sources import SourceEncoder
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest, RolloutGroup
-from grpo_core.streams import STREAMS, ImageSize
+from grpo_core.rollouts.actions import DenoisingBatch, TokenBatch, pad_to_longest
+from grpo_core.rollouts.images import SourceImage, encode_png
+from grpo_core.rollouts.records import GroupRequest, RolloutGroup
+from grpo_core.rollouts.streams import STREAMS, ImageSize
 from grpo_core.update.distributed import ShardedProcessGroup
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy

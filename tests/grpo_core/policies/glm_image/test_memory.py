@@ -27,7 +27,7 @@ from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.sizes import cached_values, shown_count, token_sizes
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.streams import ImageSize
 from tests.grpo_core.policies.causal_lm.model_types import CONFIGS, make_model
 from tests.tiny_policies import MODEL
 

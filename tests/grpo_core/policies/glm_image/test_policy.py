@@ -7,14 +7,14 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor
 
-from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.loading import FROZEN_PARTS
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import SampledTokens
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.actions import TokenBatch
+from grpo_core.rollouts.records import SampledTokens
+from grpo_core.rollouts.streams import ImageSize
 from tests.tiny_policies import LORA, MODEL, PROMPTS, build_policy, render
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from grpo_core.policies.glm_image.settings import (
     preview_grid,
     token_grids,
 )
-from grpo_core.streams import MAX_PIXELS, ImageSize
+from grpo_core.rollouts.streams import MAX_PIXELS, ImageSize
 from tests.tiny_policies import PROMPTS
 
 SIDES = st.integers(1, 64)

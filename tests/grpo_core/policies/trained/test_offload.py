@@ -17,8 +17,8 @@ from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.offload import ComponentOffload, Moved, refuse_too_little_room
 from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
-from grpo_core.records import GroupRequest, RolloutGroup
-from grpo_core.streams import STREAMS, Stream
+from grpo_core.rollouts.records import GroupRequest, RolloutGroup
+from grpo_core.rollouts.streams import STREAMS, Stream
 from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy

@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
-from grpo_core.actions import TokenBatch
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.family import FAMILY as TEXTS
 from grpo_core.policies.causal_lm.loading import copy_tokenizer, load_model
@@ -27,6 +26,7 @@ from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.policies.vision_lm.loading import vision_parameters
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
+from grpo_core.rollouts.actions import TokenBatch
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.grpo_core.policies.vision_lm.tiny_families import PROMPTS as QUESTIONS
 from tests.grpo_core.policies.vision_lm.tiny_families import SOURCES

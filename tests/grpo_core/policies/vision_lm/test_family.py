@@ -17,8 +17,8 @@ from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.policies.vision_lm.family import FAMILY
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
-from grpo_core.records import GroupRequest
-from grpo_core.streams import ImageSize
+from grpo_core.rollouts.records import GroupRequest
+from grpo_core.rollouts.streams import ImageSize
 from grpo_core.update.optimizer import OptimizerSettings, PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import UpdateSettings

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_core.actions import Sources
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.causal_lm.loading import train_language_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.policies.vision_lm.loading import VISION_LM, language_parameters
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
-from grpo_core.records import SampledTokens
+from grpo_core.rollouts.actions import Sources
+from grpo_core.rollouts.records import SampledTokens
 from tests.grpo_core.policies.vision_lm.tiny_families import (
     KINDS,
     OTHERS,

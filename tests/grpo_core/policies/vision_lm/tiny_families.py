@@ -16,14 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.models.smolvlm import processing_smolvlm
 
-from grpo_core.actions import Sources, TokenBatch
-from grpo_core.images import SourceImage, encode_png
 from grpo_core.policies.causal_lm.loading import train_language_model
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.policies.vision_lm.loading import VISION_LM, with_template
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
-from grpo_core.records import SampledTokens
+from grpo_core.rollouts.actions import Sources, TokenBatch
+from grpo_core.rollouts.images import SourceImage, encode_png
+from grpo_core.rollouts.records import SampledTokens
 from tests.grpo_core.policies.trained.tiny_models import disturb
 
 BUILDERS: dict[str, Callable[[str], tuple[Any, Any]]] = {}

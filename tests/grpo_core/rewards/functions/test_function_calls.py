@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from grpo_core.messages import write_messages
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.reward import score_samples
 from grpo_core.rewards.samples import NOT_APPLICABLE, Score
+from grpo_core.rollouts.messages import write_messages
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refusal
 from tests.grpo_core.rewards.functions.conftest import SPY, TEXTS, TOKENS, spied, texts
 

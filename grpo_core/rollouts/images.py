@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from grpo_core.errors import InputError
-from grpo_core.messages import IMAGE_MARK
-from grpo_core.streams import MAX_PIXELS
+from grpo_core.rollouts.messages import IMAGE_MARK
+from grpo_core.rollouts.streams import MAX_PIXELS
 
 MAX_ASPECT_PERCENT = 2
 """By how many percent width / height may differ for a target to be squeezed to its sample's image."""

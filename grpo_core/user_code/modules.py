@@ -18,7 +18,7 @@ from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoade
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from grpo_core.user_code import SourceFile, UserCode
+from grpo_core.user_code.files import SourceFile, UserCode
 
 _PREFIX = "user_code_"
 _IMPORTING = threading.local()

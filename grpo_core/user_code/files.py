@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_core.errors import InputError
-from grpo_core.python_path import (
+from grpo_core.user_code.python_path import (
     PACKAGE_FILE,
     distributions_of,
     find_module,
@@ -25,12 +25,12 @@ from grpo_core.python_path import (
     is_installed,
     origin_of,
 )
-from grpo_core.syntax import Import, SyntaxWalk, parse
+from grpo_core.user_code.syntax import Import, SyntaxWalk, parse
 
 PROJECT_PACKAGES = ("grpo_core", "tasks", "configs", "data")
 """Packages of this project that a stage, or a user's code, may import."""
 
-_CHECKOUT = Path(__file__).resolve().parent.parent
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _UNFOLLOWED = ("import_module", "__import__", "exec", "exec_module", "run_path", "run_module", "load_module")
 """Calls that run code by a name or path that is known only when they run."""
 

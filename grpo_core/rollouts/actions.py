@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from grpo_core.images import SourceImage
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.streams import ImageSize, Stream
 
 Sources = tuple[tuple[SourceImage, ...], ...]
 """The source images of each row's prompt, in the order of the prompt."""

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from grpo_core.errors import InputError
-from grpo_core.user_code import UserCode, follow_code
-from grpo_core.user_modules import import_code, read_while_imported
+from grpo_core.user_code.files import UserCode, follow_code
+from grpo_core.user_code.modules import import_code, read_while_imported
 
 REFERENCE = re.compile(r".+:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """``package.module:function`` or ``path/to/file.py:function``."""

@@ -8,9 +8,9 @@ from jaxtyping import Bool, Float, Int
 from PIL import Image
 from torch import Tensor
 
-from grpo_core.actions import Actions, Rows, TokenBatch
-from grpo_core.images import SourceImage
-from grpo_core.streams import ImageSize, Stream
+from grpo_core.rollouts.actions import Actions, Rows, TokenBatch
+from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.streams import ImageSize, Stream
 
 
 @dataclass(frozen=True)
