@@ -7,7 +7,11 @@ from transformers import GlmImageProcessor
 
 
 class UnitProcessor(GlmImageProcessor):
-    """GlmImageProcessor for any unit (pixels along a large token's side), not only 32, as in processor_config.json."""
+    """GlmImageProcessor for any pixel unit, not only 32: a decoder with a smaller patch has a smaller unit.
+
+    Attributes:
+        unit: pixels along one side of a large token, as in processor_config.json.
+    """
 
     def __init__(
         self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, unit: int = 32
