@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_core.losses.policy_loss import NoisedImages, mean_square, nft_terms
+from grpo_core.losses.nft import NoisedImages, mean_square, nft_terms
 from grpo_core.policies.protocol import VelocityComponent
 from grpo_core.rollouts.actions import DenoisingBatch
 from grpo_core.rollouts.records import TrainingRows

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from grpo_core.errors import InputError
-from grpo_core.losses.policy_loss import VESPO_LOWEST, NftTerms, NoisedImages, TermInputs, nft_terms, vespo_weights
+from grpo_core.losses.nft import NftTerms, NoisedImages, nft_terms
+from grpo_core.losses.policy_loss import VESPO_LOWEST, TermInputs, vespo_weights
 from grpo_core.losses.ratios import estimate_kl, mismatch_weights
 from grpo_core.losses.reductions import Denominators, entropy_threshold, on_policy_rows
 from grpo_core.losses.settings import LossSettings, MismatchSettings, load_custom_loss
