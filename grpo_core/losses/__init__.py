@@ -1,7 +1,7 @@
 """The terms of the loss, each a small pure function.
 
-settings          every option, and what each loss accepts
-policy_loss       every loss: policy term (clipped, cispo, sapo, vespo), reduction; the user's own loss
+settings          every option; the names of the losses and what each accepts; imports a user's own
+policy_loss       the terms clipped, cispo, sapo, vespo, grpo_guard and flow_dppo; finds a loss by its name
 nft               DiffusionNFT's regression, which has no ratios
 ratios            importance ratio of a token, or of its sequence (GSPO); weights for another sampler; k1, k2, k3
 reductions        the tokens that count, and from one value per token to one number, each with its denominator

@@ -1,12 +1,12 @@
-"""Every loss: the policy term of each token, and the names.
+"""The policy terms of the losses, and how a loss is found by its name.
 
-A new loss is one function, here with one entry in LOSSES, or in any module that :func:`find_loss` can import. It
-takes :class:`TermInputs` and the settings and returns a :class:`PolicyTerm`; values where the loss mask is False are
-undefined, because the caller drops them.
+A new loss is one function here and one entry in LOSSES of :mod:`grpo_core.losses.settings`, or one function in any
+module that :func:`find_loss` can import. It takes :class:`TermInputs` and the settings and returns a
+:class:`PolicyTerm`; values where the loss mask is False are undefined, because the caller drops them.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -158,7 +158,8 @@ def _gaussians(inputs: TermInputs) -> StepGaussians:
     return inputs.gaussians
 
 
-_TERMS = {term.__name__: term for term in (clipped, cispo, sapo, vespo, grpo_guard, flow_dppo)}
+# By name, because settings are checked before torch is imported.
+_TERMS: Mapping[str, Term] = {traits.term: globals()[traits.term] for traits in LOSSES.values()}
 
 
 def find_loss(name: str) -> tuple[Term, Reduction]:
