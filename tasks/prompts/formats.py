@@ -1,134 +1,31 @@
 """Prompt files -> tables, by the ending of a file's name: text, JSON, CSV, TSV, Parquet."""
 
-import contextlib
-import csv
 import datetime
 import decimal
 import functools
 import glob
-import io
 import math
 import posixpath
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_core.errors import InputError, first_line
-from tasks.prompts.files import (
-    InputFile,
+from tasks.prompts.files import InputFile, file_ending
+from tasks.prompts.text_formats import (
     PromptRow,
     decode_text,
-    file_ending,
+    read_delimited,
     read_json,
     read_one_txt,
     read_txt,
+    refuse_duplicate_columns,
     refuse_failed_download,
 )
-
-_QUOTED_FIELD = re.compile(r'(?:(?<=[\t\r\n])|\A)"((?:[^"]|"")*+)"(?=[\t\r\n]|\Z)')
-
-
-def _refuse_quoted_tsv(text: str, place: str) -> None:
-    """Refuse a TSV file that quotes its fields as CSV does: literal fields would keep the quotes."""
-    # Every quotation mark belongs to a quoted field, and one of these needed its quotes, is empty, or is in the header.
-    # So a prompt that is one quoted word keeps its quotes.
-    if '"' in _QUOTED_FIELD.sub("", text):
-        return
-    fields = list(_QUOTED_FIELD.finditer(text))
-    header = len(text.split("\n", 1)[0])
-    if any(match.start() < header or not match[1] or re.search(r'["\t\r\n]', match[1]) for match in fields):
-        hint = (
-            "In a .tsv file every character stands for itself. Rename it to .csv, or write its fields without quotes."
-        )
-        raise InputError(place, "fields in quotes", hint)
-
-
-def read_delimited(text: str, place: str, *, literal: bool) -> Iterator[PromptRow]:
-    """Yield comma-separated or tab-separated records as text; an empty field is None.
-
-    In TSV (`literal`) every character stands for itself; else fields may be in quotes, and a header with tabs and
-    without commas has them between fields. InputError for a record of another length than the header, an unclosed
-    quote, a column name that appears twice, and TSV with fields in quotes.
-    """
-    if literal:
-        _refuse_quoted_tsv(text, place)
-    header_line = text.split("\n", 1)[0]
-    delimiter = "\t" if literal or ("\t" in header_line and "," not in header_line) else ","
-    records = _records(text, place, delimiter, csv.QUOTE_NONE if literal else csv.QUOTE_MINIMAL)
-    _, header = next(records, (0, []))
-    names = [name.strip() for name in header]
-    refuse_duplicate_columns(names, place)
-    if len(names) == 1 and len(columns := names[0].split(";")) > 1:
-        hint = (
-            f"Its {len(columns)} columns are separated by semicolons. Write the file with {delimiter!r} between them."
-        )
-        raise InputError(f"{place}, line 1", names[0], hint)
-    for number, cells in records:
-        if len(cells) != len(names):
-            raise InputError(
-                f"{place}, line {number}",
-                f"{len(cells)} fields",
-                f"The header has {len(names)}: {', '.join(names)}. "
-                + ("Put one tab between fields." if literal else f"Put quotes around a field with {delimiter!r}."),
-            )
-        values: dict[str, object] = {name: cell or None for name, cell in zip(names, cells, strict=True)}
-        yield PromptRow(f"{place}, line {number}", values)
-
-
-def _records(text: str, place: str, delimiter: str, quoting: Literal[0, 3]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the records that are not blank, with the line on which each begins."""
-    # polars would fill short records up with nulls.
-    lines = io.StringIO(text, newline="")
-    reader = csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True)
-    first = 1
-    try:
-        for cells in reader:
-            if cells:
-                yield first, cells
-            first = reader.line_num + 1
-    except csv.Error as error:
-        hint = f"Not well-formed: {error}. Close every quote, and double a quote inside quotes."
-        raise InputError(f"{place}, line {first}", "an unreadable record", hint) from None
-
-
-def refuse_duplicate_columns(names: Sequence[str], place: str) -> None:
-    """Raise InputError when a column name appears twice."""
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise InputError(place, ", ".join(duplicates), "A column name appears twice. Rename or remove one.")
-
-
-def convert_numbers(rows: Sequence[PromptRow], *, text_columns: Callable[[str], bool]) -> None:
-    """Convert columns of numbers and truth values of all files in place, except `text_columns`."""
-    for name in {name for row in rows for name in row.values if not text_columns(name)}:
-        filled = [row.values for row in rows if row.values.get(name) is not None]
-        cells = [str(values[name]) for values in filled]
-        if cells and {*cells} <= {"true", "false", "True", "False"}:
-            converted: Sequence[object] = [cell.lower() == "true" for cell in cells]
-        else:
-            numbers = [_number(cell) for cell in cells]
-            if None in numbers:
-                continue
-            kind = int if all(isinstance(number, int) for number in numbers) else float
-            converted = [kind(number) for number in numbers if number is not None]
-        for values, value in zip(filled, converted, strict=True):
-            values[name] = value
-
-
-def _number(cell: str) -> int | float | None:
-    """Return the number of 64 bits that Python writes like the cell; None for text such as 007 or 1.50."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            number = kind(cell)
-            if repr(number) == cell and abs(number) < 2.0**63:
-                return number
-    return None
-
 
 ENDINGS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")  # in any case; all but Parquet also with ``.gz``
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_core.errors import InputError, first_line
-from tasks.prompts.files import PromptRow, file_ending, nearest_names
+from tasks.prompts.files import file_ending, nearest_names
 from tasks.prompts.formats import ENDINGS, ImageRow, PromptTable, has_bytes, plain_rows
+from tasks.prompts.text_formats import PromptRow
 
 SPLIT = "train"  # the split that is read when none is named
 _IMAGE_ROWS = 16  # rows whose images are in memory at once

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from grpo_core.errors import InputError
 from grpo_core.rollouts.messages import caption_of, is_conversation, read_messages, refuse_messages, write_messages
 from grpo_core.rollouts.streams import has_visible_text
-from tasks.prompts.files import PromptRow, file_ending, find_files, nearest_names
-from tasks.prompts.formats import ENDINGS, ImageRow, PromptTable, convert_numbers, open_table
+from tasks.prompts.files import file_ending, find_files, nearest_names
+from tasks.prompts.formats import ENDINGS, ImageRow, PromptTable, open_table
 from tasks.prompts.hub import DatasetChoice, names_dataset, open_dataset
 from tasks.prompts.source_images import (
     PromptWithSources,
@@ -26,6 +26,7 @@ from tasks.prompts.source_images import (
     choose_source_columns,
     read_source_images,
 )
+from tasks.prompts.text_formats import PromptRow, convert_numbers
 
 PROMPT_COLUMNS = (("prompt",), ("prompt_en",), ("prompt_raw",), ("prompts",), ("instruction",), ("caption", "text"))
 """Names of the prompt column, in upper or lower case; the first group that a file has one name of is used.

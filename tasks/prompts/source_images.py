@@ -19,10 +19,11 @@ from typing import NamedTuple
 from grpo_core.errors import InputError
 from grpo_core.rollouts.images import SourceImage, open_image, to_rgb
 from grpo_core.rollouts.streams import MAX_PIXELS, ImageSize
-from tasks.prompts.files import PromptRow, join_uri, nearest_names, read_input_file
+from tasks.prompts.files import join_uri, nearest_names, read_input_file
 from tasks.prompts.formats import ImageRow
 from tasks.prompts.images import complete_image, name_inside, upright_size
 from tasks.prompts.marks import mark_images, require_match
+from tasks.prompts.text_formats import PromptRow
 
 SOURCE_COLUMNS = ("image", "images")
 """Columns with the images in prompts where the configuration names none, in upper or lower case."""
