@@ -17,7 +17,7 @@ from tasks.models.hub import leave_unreachable_hub
 from tasks.models.initial import local_source
 from tasks.prompts.files import find_files
 from tasks.prompts.formats import ENDINGS
-from tasks.prompts.hub import DatasetChoice, names_dataset
+from tasks.prompts.hub_datasets import DatasetChoice, names_dataset
 from tasks.runs.trust import uses_of
 from tasks.storage.artifacts.store import open_store
 from tasks.storage.files import is_local, require_writable

@@ -12,7 +12,7 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.rollouts.messages import answer_begun
 from grpo_core.rollouts.streams import MAX_PIXELS, ImageSize
 from tasks.prompts.curriculum import PromptSet
-from tasks.prompts.hub import DatasetChoice
+from tasks.prompts.hub_datasets import DatasetChoice
 from tasks.prompts.read import LONG_PROMPT, Prompt, PromptFile, read_prompts
 from tasks.prompts.source_images import SourceColumns
 from tasks.prompts.targets import pair_targets, read_sizes, size_place

@@ -18,7 +18,7 @@ from grpo_core.rollouts.messages import caption_of, is_conversation, read_messag
 from grpo_core.rollouts.streams import has_visible_text
 from tasks.prompts.files import file_ending, find_files, nearest_names
 from tasks.prompts.formats import ENDINGS, ImageRow, PromptTable, open_table
-from tasks.prompts.hub import DatasetChoice, names_dataset, open_dataset
+from tasks.prompts.hub_datasets import DatasetChoice, names_dataset, open_dataset
 from tasks.prompts.source_images import (
     PromptWithSources,
     SourceColumns,

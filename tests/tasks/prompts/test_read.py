@@ -13,8 +13,8 @@ import polars as pl
 import pytest
 
 from grpo_core.errors import InputError
-from tasks.prompts import hub
-from tasks.prompts.hub import DatasetChoice, names_dataset
+from tasks.prompts import hub_datasets
+from tasks.prompts.hub_datasets import DatasetChoice, names_dataset
 from tasks.prompts.read import read_prompts
 from tests.grpo_core.rewards.stub import Asked, Reply, reach, serve
 from tests.tasks.stage_calls import Write, parquet_bytes, read, refusal, texts
@@ -148,10 +148,10 @@ def test_the_commit_of_a_name_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None
     with serve() as stub:
         stub.respond = respond
         reach(stub, monkeypatch)
-        assert hub._located("owner/name", DatasetChoice()) == ("owner/name", None, "c" * 40)
-        assert hub._located("hf://datasets/owner/name@v1", DatasetChoice()) == ("owner/name", "v1", "c" * 40)
+        assert hub_datasets._located("owner/name", DatasetChoice()) == ("owner/name", None, "c" * 40)
+        assert hub_datasets._located("hf://datasets/owner/name@v1", DatasetChoice()) == ("owner/name", "v1", "c" * 40)
         with pytest.raises(InputError) as caught:
-            hub._located("owner/name", DatasetChoice(revision="none"))
+            hub_datasets._located("owner/name", DatasetChoice(revision="none"))
         assert (caught.value.place, caught.value.value) == ("data.prompts", "owner/name")
         huggingface_hub.close_session()
 

@@ -18,7 +18,7 @@ from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
 from grpo_core.rollouts.images import SourceImage
-from tasks.prompts.hub import DatasetChoice
+from tasks.prompts.hub_datasets import DatasetChoice
 from tasks.prompts.read import Prompt, PromptFile, read_prompts
 from tasks.prompts.source_images import DECODED, SourceColumns
 from tests.tasks.prompts.test_targets import header_only_png
