@@ -13,7 +13,7 @@ from grpo_core.errors import InputError
 from grpo_core.hub import one_message, plan_download
 from grpo_core.pipeline_files import INDEX_FILE, find_model_file, read_kind, read_pipeline_file
 from grpo_core.policies.protocol import policy_family
-from tasks.models.hub import leave_unreachable_hub
+from tasks.models.reachable_hub import leave_unreachable_hub
 from tasks.process import CHECKOUT
 
 CONFIGS = CHECKOUT / "configs"

@@ -13,8 +13,8 @@ from flows.preflight.rewards import check_rewards, reward_problems
 from grpo_core.errors import InputError, raise_all
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rewards.registry import build_reward
-from tasks.models.hub import leave_unreachable_hub
 from tasks.models.initial import local_source
+from tasks.models.reachable_hub import leave_unreachable_hub
 from tasks.prompts.files import find_files
 from tasks.prompts.formats import ENDINGS
 from tasks.prompts.hub_datasets import DatasetChoice, names_dataset
