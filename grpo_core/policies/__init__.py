@@ -11,7 +11,7 @@ pipeline_loading  a diffusers pipeline by folder or hub name: one network, or al
 trained/        LoRA or full weights: what is trained, how it is saved, and copies such as the reference
 denoising/      the denoising steps of any flow-matching pipeline as actions
 glm_image/      GLM-Image: an autoregressive model over image tokens, then a diffusion decoder
-diffusers/      any text-to-image pipeline of diffusers with a flow-matching Euler scheduler
+diffusers/      pipelines of diffusers with a flow-matching Euler scheduler, to make or edit images
 causal_lm/      any causal language model of transformers
 engines/        a policy that a vLLM server samples
 vision_lm/      any vision-language model of transformers

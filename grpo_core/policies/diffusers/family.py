@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
 from grpo_core.pipeline_files import Parts, find_model_file, refuse_missing_weights
-from grpo_core.policies.diffusers.pipeline_class import TRIED
+from grpo_core.policies.diffusers.accepted_pipelines import TRIED
 from grpo_core.policies.diffusers.saved_pipeline import (
     DiffusersSettings,
     SavedPipeline,

@@ -17,7 +17,7 @@ from grpo_core.pipeline_files import (
     refuse_missing_parts,
 )
 from grpo_core.policies.denoising.settings import SCHEDULER, DenoisingSettings, refuse_scheduler
-from grpo_core.policies.diffusers.pipeline_class import PipelineClass, find_pipeline_class
+from grpo_core.policies.diffusers.accepted_pipelines import PipelineClass, find_pipeline_class
 from grpo_core.rollouts.streams import ImageSize, nearest_multiple
 from grpo_core.settings import ImageSettings
 from grpo_core.uses import Uses

@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.loading import matrices_without_adapter, train_language_model
 from grpo_core.policies.causal_lm.model_types import REFUSED, TRIED, refuse_known
-from grpo_core.policies.diffusers.pipeline_class import TRIED as TRIED_CLASSES
-from grpo_core.policies.diffusers.pipeline_class import find_pipeline_class
+from grpo_core.policies.diffusers.accepted_pipelines import TRIED as TRIED_CLASSES
+from grpo_core.policies.diffusers.accepted_pipelines import find_pipeline_class
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.policies.vision_lm.prompts import image_sizes
 from grpo_core.policies.vision_lm.settings import VisionLMSettings

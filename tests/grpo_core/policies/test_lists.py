@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_core.policies.causal_lm.model_types import TRIED as TYPES
-from grpo_core.policies.diffusers.pipeline_class import TRIED as TRIED_CLASSES
+from grpo_core.policies.diffusers.accepted_pipelines import TRIED as TRIED_CLASSES
 from tests.grpo_core.policies.lists import (
     PAGES,
     describe,

@@ -10,6 +10,7 @@ import transformers
 from diffusers.quantizers.bitsandbytes import bnb_quantizer
 
 from grpo_core.errors import InputError
+from grpo_core.policies.diffusers.accepted_pipelines import TRIED
 from grpo_core.policies.diffusers.component import DiffusersDenoising
 from grpo_core.policies.diffusers.family import FAMILY
 from grpo_core.policies.diffusers.loading import (
@@ -19,7 +20,6 @@ from grpo_core.policies.diffusers.loading import (
     require_saved_pipeline,
     train_transformer,
 )
-from grpo_core.policies.diffusers.pipeline_class import TRIED
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.trained.quantization import QuantizationSettings, quantized_layers
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice

@@ -11,8 +11,8 @@ import diffusers
 import pytest
 
 from grpo_core.errors import InputError
+from grpo_core.policies.diffusers.accepted_pipelines import TRIED, describe_class, find_pipeline_class
 from grpo_core.policies.diffusers.family import FAMILY
-from grpo_core.policies.diffusers.pipeline_class import TRIED, describe_class, find_pipeline_class
 from grpo_core.policies.diffusers.saved_pipeline import (
     DiffusersSettings,
     SavedPipeline,
