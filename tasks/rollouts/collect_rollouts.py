@@ -4,8 +4,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from PIL import Image
 from configs.placement import PlacementSection
 from configs.rollouts import RolloutSection
 from grpo_core.collect import collect_rollouts, sampled_at_once
+from grpo_core.policies.engines.settings import Progress
 from grpo_core.policies.protocol import family_module
 from grpo_core.rollouts.images import encode_png
+from grpo_core.rollouts.records import RolloutGroup
 from tasks.execution.caching import stage_task
 from tasks.execution.resources import halve_on_out_of_memory, peak_memory, reset_peak_memory
 from tasks.execution.stage import Arguments, Part, Sharding, shard_folder
@@ -159,42 +162,56 @@ def collect_rollouts_task(
             groups = collect_rollouts(
                 sampler.policy, requests, prompts_per_batch=at_once, with_reference=with_reference
             )
-
-            def writer(name: str, schema: pa.Schema) -> TableWriter:
-                return TableWriter(staged / name.format(0), schema)
-
             # Only policies of texts have templates.
             start = getattr(sampler.policy, "answer_start", "")
             sampled_by = {**asdict(sampler.record), "completion_start": start}
             recorded = [stream for stream in model.family.streams if stream == "tokens" or noisy]
             schema = schemas.rollout_schema(modality, recorded, with_start=bool(start))
-            table = writer(layout.PART_FILE, schema)
-            images = writer(layout.IMAGES_FILE, schemas.IMAGES) if modality == "image" else None
-            states = StatesWriter(staged) if noisy else None
-            for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
-                columns = rollout_columns(group, planned, plan, policy, rollout, sampled_by)
-                table.write(columns)
-                if images is not None:
-                    images.write(columns)
-                if states is not None:
-                    states.write(group)
-                report_progress(done * plan.group_size)
-            for each in (table, images, states):
-                if each is not None:
-                    each.close()
+            columns_of = partial(rollout_columns, plan=plan, policy=policy, settings=rollout, sampled_by=sampled_by)
+            rows = _write_groups(
+                groups, plan, schema, staged, columns_of, report_progress, with_images=modality == "image"
+            )
             moved = sampler.policy.offload.take_moved()
             return commit_artifact(
                 store,
                 staged,
                 f"{plan.folder}/{layout.ROLLOUTS}",
                 digest=_digest(staged),
-                rows=table.rows,
+                rows=rows,
                 seconds=time.perf_counter() - started,
                 metrics=token_metrics(sorted(staged.glob(layout.PARTS))) | offload_metrics("rollouts", moved),
                 peak_memory=peak_memory(),
             )
 
     return halve_on_out_of_memory(title, store.run, "rollout.prompts_per_batch", rollout.prompts_per_batch, sample)
+
+
+def _write_groups(
+    groups: Iterable[RolloutGroup],
+    plan: RolloutPlan,
+    schema: pa.Schema,
+    folder: Path,
+    columns_of: Callable[[RolloutGroup, GroupPlan], Mapping[str, Sequence[Any]]],
+    report_progress: Progress,
+    *,
+    with_images: bool,
+) -> int:
+    """Write rows, images and states of the groups of a plan as they are sampled; return the number of rows."""
+    table = TableWriter(folder / layout.PART_FILE.format(0), schema)
+    images = TableWriter(folder / layout.IMAGES_FILE.format(0), schemas.IMAGES) if with_images else None
+    states = None if plan.window_start is None else StatesWriter(folder)
+    for done, (group, planned) in enumerate(zip(groups, plan.groups, strict=True), start=1):
+        columns = columns_of(group, planned)
+        table.write(columns)
+        if images is not None:
+            images.write(columns)
+        if states is not None:
+            states.write(group)
+        report_progress(done * plan.group_size)
+    for each in (table, images, states):
+        if each is not None:
+            each.close()
+    return table.rows
 
 
 BASELINE_STAGE = "draw baseline"

@@ -1,4 +1,7 @@
-"""Groups of rollouts -> the columns that are stored; each stream of actions adds its own."""
+"""Groups of rollouts -> the values of the columns that are stored; each stream of actions adds its own.
+
+The names and types of the columns are the schema in tasks/storage/schemas.py.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
