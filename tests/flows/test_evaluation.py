@@ -76,6 +76,19 @@ class TestStored:
         assert content(runs) == before
         assert not runs.path("evaluations_of", run="text").exists()
 
+    def test_a_damaged_evaluation_is_computed_again_elsewhere_with_the_same_result(
+        self, runs: Runs, evaluated_text: tuple[Runs, Start]
+    ) -> None:
+        flip(next(runs.path("evaluations", "000002", "advantages", run="text").glob("*.parquet")))
+        before = content(runs)
+        summary, heard = evaluated(runs)
+        stages = ("collect rollouts", "score answer", "compute advantages")
+        assert heard.stages == [f"evaluation of policy 2: {stage}" for stage in stages]
+        assert summary.heldout == evaluated_text[1].summary.heldout_after
+        assert content(runs) == before
+        drawn = pl.read_parquet(runs.path("evaluations", "000002", "rollouts", "part-*.parquet", run="text"))
+        assert table(summary, "rollouts").equals(drawn)
+
     def test_a_second_start_computes_nothing(self, runs: Runs) -> None:
         # A training in progress is no obstacle.
         with locked(ArtifactStore(str(runs.root), "text"), setting="run.name", value="text"):
@@ -109,6 +122,15 @@ class TestOtherPrompts:
         assert Path(initial.folder).parent == Path(summary.folder).parent
         shared = ("sample_id", "seed", "prompt")
         assert table(initial, "rollouts").select(shared).equals(rollouts.select(shared))
+
+    @pytest.mark.slow
+    def test_other_sampling_or_rewards_have_their_own_folder(self, runs: Runs) -> None:
+        hotter, _ = evaluated(runs, overrides=["rollout.temperature=3.0"])
+        shorter, _ = evaluated(runs, overrides=['rewards=[{reward: format, settings: {pattern: "^[a-z]+$"}}]'])
+        own, _ = evaluated(runs)
+        assert len({hotter.folder, shorter.folder, own.folder}) == 3
+        assert list(shorter.rewards) == ["format"]
+        assert own.stored
 
 
 class TestWhileItIsLocked:

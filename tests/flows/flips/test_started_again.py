@@ -129,6 +129,17 @@ def test_two_hundred_bits_by_rounds(copied: Runs, evaluated: Evaluated) -> None:
     assert copied.start(**SETTINGS).stages == ()
 
 
+def test_a_bit_in_every_file_at_once(copied: Runs, evaluated: Evaluated) -> None:
+    chance, files = random.Random(23), files_of(copied)
+    for path in files:
+        flip(path, chance)
+    assert len(files) > 50
+    evaluated.require_same_end(copied, copied.start(**SETTINGS))
+    again = copied.start(**SETTINGS)
+    assert again.stages == ()
+    evaluated.require_same_end(copied, again)
+
+
 def test_a_bit_in_any_file_and_a_start_time_and_again(copied: Runs, evaluated: Evaluated) -> None:
     chance = random.Random(24)
     for _ in range(24):

@@ -232,6 +232,13 @@ def test_the_last_and_the_best_stay_and_the_run_continues(runs: Runs, trained: t
 
 
 @pytest.mark.slow
+def test_the_best_stays_where_its_evaluation_is_not_due_any_more(runs: Runs) -> None:
+    assert best(runs) < ITERATIONS
+    start(runs, {"last": 1}, evaluate__every=0)
+    assert stored(runs) == [best(runs), ITERATIONS]
+
+
+@pytest.mark.slow
 def test_what_is_in_use_stays(runs: Runs) -> None:
     store = ArtifactStore(str(runs.root), RUN)
     other = {

@@ -1,6 +1,7 @@
-"""`grpo rewards`, and the shipped mix of rewards weighed by hand."""
+"""`grpo rewards`, and rewards through a whole run: the shipped mix weighed by hand, a service that breaks down."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from configs.scoring import RewardSection
 from flows.command_line.main import application
+from flows.rewards.server import create_app
+from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.registry import REWARDS
-from tests.flows.conftest import REPOSITORY, Runs
+from tests.flows.conftest import REPOSITORY, Runs, Start
+from tests.flows.rewards.test_server import QUICK, serving_app
 from tests.grpo_core.rewards.conftest import (
     aesthetic_head,
     alexnet,
@@ -88,3 +93,46 @@ def test_the_program_lists_every_reward() -> None:
     result = CliRunner().invoke(application, ["rewards", "list", "--json"])
     assert result.exit_code == 0
     assert set(json.loads(result.stdout.splitlines()[-1])) == set(REWARDS)
+
+
+class Mortal:
+    """The server's application; after so many answers it breaks down over every request."""
+
+    def __init__(self, answers: int) -> None:
+        self.app: Any = create_app([RewardSection(reward="answer")])
+        self.left = answers
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
+        if scope.get("path") == "/v1/score":
+            self.left -= 1
+            if self.left < 0:
+                raise ConnectionAbortedError("broken down")
+        await self.app(scope, receive, send)
+
+
+@pytest.mark.slow
+def test_the_run_stops_by_name_keeps_what_it_has_and_goes_on_when_the_service_is_back(empty: Runs) -> None:
+    def start(runs: Runs) -> Start:
+        remote = {"url": url, "reward": "answer", "batch_size": 4, **QUICK}
+        rewards = [{"reward": "remote", "settings": remote, "max_failures": 0.1}, {"reward": "answer"}]
+        sizes = {"rollout__prompts_per_iteration": 2, "rollout__group_size": 8, "update__minibatch_size": 16}
+        return runs.start_text(run__iterations=3, rewards=rewards, evaluate__prompts=None, **sizes)
+
+    mortal = Mortal(10_000)
+    with serving_app(mortal) as url:
+        undisturbed = start(Runs(empty.root / "golden"))
+        # Four requests an iteration: the second iteration gets half of its answers.
+        mortal.left = 6
+        with pytest.raises(FailedSamplesError) as caught:
+            start(empty)
+        assert (caught.value.reward, len(caught.value.failed), caught.value.total) == ("remote", 8, 16)
+        assert "status 500" in caught.value.failed[0]
+        second = empty.path("iteration_000002", run="text")
+        assert not (second / "rewards" / "remote.manifest.json").exists()
+        assert (second / "rollouts.manifest.json").exists()
+        assert (second / "rewards" / "answer.manifest.json").exists()
+        mortal.left = 10_000
+        again = start(empty)
+    assert again.stages[0] == "iteration 2: score remote"
+    assert not {"iteration 2: collect rollouts", "iteration 2: score answer"} & set(again.stages)
+    assert again.summary.policy_digest == undisturbed.summary.policy_digest

@@ -29,6 +29,19 @@ from tasks.progress import listen
 from tests.flows.conftest import Runs, Start, printed_summary, training_process
 from tests.processes import ProgressLog
 
+PROGRAM = """
+import sys
+from flows.prefect_settings import apply_settings
+apply_settings()
+from flows.server import temporary
+
+assert [temporary.start_temporary_server(), temporary.start_temporary_server()] == [True, False]
+print(temporary._server.process.pid, flush=True)
+sys.stdin.read()
+assert not any(name.startswith("prefect.server") for name in sys.modules)
+"""
+
+
 ANSWERS = """
 import http.server, os, socket, sys
 
@@ -69,6 +82,23 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[TemporaryServer]:
     server.process.wait()
     server.close()
     assert not server.folder.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["killed", "at its end"])
+def test_it_ends_with_its_process(tmp_path: Path, way: str) -> None:
+    command, environment = [sys.executable, "-c", PROGRAM], {**os.environ, "PREFECT_HOME": str(tmp_path)}
+    environment.pop("PREFECT_API_URL", None)
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        server = psutil.Process(int(run.stdout.readline()))
+        assert os.getpgid(server.pid) != os.getpgid(run.pid)
+        if way == "at its end":
+            run.communicate(timeout=60)
+            assert run.returncode == 0
+        else:
+            run.kill()
+    assert psutil.wait_procs([server], timeout=60)[1] == []
 
 
 def test_a_server_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,3 +125,12 @@ def test_prompts_with_and_without_images_train_both_streams_of_one_run(empty: Ru
         for prompt, images, length in rows.select("prompt", pl.col("sources").list.len(), "length").unique().iter_rows()
     }
     assert sorted(of_prompts.values()) == [(0, 16 + 64), (1, 64), (1, 64)]
+
+
+@pytest.mark.slow
+def test_the_held_out_reward_of_edits_rises(empty: Runs) -> None:
+    overrides = [f"storage.root={empty.root}", "run.iterations=8", "evaluate.every=8"]
+    summary = train(TINY_BOTH.with_name("tiny_edit.yaml"), overrides=overrides, progress=False)
+    assert summary.heldout_before is not None
+    assert summary.heldout_after is not None
+    assert summary.heldout_after > summary.heldout_before + 0.2

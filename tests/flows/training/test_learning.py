@@ -148,6 +148,31 @@ def test_datasets_have_their_share_and_their_own_reward(empty: Runs) -> None:
             assert scores.filter(pl.col("dataset") == other)["value"].null_count() == scores.height - mine.height
 
 
+@pytest.mark.slow
+def test_a_cut_and_penalised_run_goes_on_where_it_was(empty: Runs) -> None:
+    """Truncation, a KL in the reward, a refreshed reference: all of it comes back when the run is started again."""
+    settings = {
+        **SMALL,
+        "rollout__top_k": 8,
+        "rollout__top_p": 0.9,
+        "advantages__kl_coef": 0.01,
+        "update__kl_coef": 0.01,
+        "update__reference": {"refresh_every": 2},
+        "update__lr_scheduler": "cosine",
+        "update__total_steps": 8,
+        "evaluate__prompts": None,
+    }
+    whole = empty.start_text("whole", run__iterations=4, **settings)
+    # Under a root of its own, where nothing of the whole run can be used again.
+    other = Runs(empty.root.parent / "other")
+    other.start_text("halved", run__iterations=3, **settings)
+    halved = other.start_text("halved", run__iterations=4, **settings)
+    assert halved.stages == tuple(f"iteration 4: {stage}" for stage in STAGES)
+    assert halved.summary.policy_digest == whole.summary.policy_digest
+    state = json.loads(empty.path("policies", "000004", "training_state.json", run="whole").read_text())
+    assert state["optimizer_steps"] == {"tokens": 4}
+
+
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     specification = importlib.util.spec_from_file_location("minimal_grpo", CHECKOUT / "docs" / "minimal_grpo.py")

@@ -3,6 +3,9 @@
 import asyncio
 import contextvars
 import os
+import shutil
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +19,7 @@ from flows.training import train as training
 from tasks.progress import listen
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.run_lock import LockLostError, locked
-from tests.flows.conftest import TINY, Compare, Runs, refused
+from tests.flows.conftest import TINY, Compare, Runs, printed_summary, refused, training_process
 from tests.flows.rescoring.test_rescore import JPEG, SSIM, scored_again
 
 
@@ -75,4 +78,30 @@ def test_training_that_lost_its_run_stops_at_the_next_stage(empty: Runs, final: 
     assert not empty.path("iteration_000002").exists()
     again = empty.start()
     assert again.stages[0] == "iteration 2: collect rollouts"
+    final(empty, again)
+
+
+@pytest.mark.slow
+def test_a_living_training_is_left_alone_and_may_be_rescored(empty: Runs, final: Compare, tmp_path: Path) -> None:
+    with training_process(empty, tmp_path) as child:
+        while not empty.path("iteration_000002", "advantages.manifest.json").exists():
+            assert child.poll() is None, (tmp_path / "err").read_text()
+            time.sleep(0.01)
+        # In the update; at the end of the stage before it held the lock of commits.
+        time.sleep(0.1)
+        os.kill(child.pid, signal.SIGSTOP)
+        (error,) = refused(empty.start)
+        assert (error.place, error.value) == ("run.name", "run")
+        assert f"process {child.pid}" in error.hint
+        assert scored_again(empty, JPEG, iterations="1")[0].samples == 4
+        assert not empty.path("policies", "000002.manifest.json").exists()
+        os.kill(child.pid, signal.SIGCONT)
+        while child.poll() is None:
+            scored_again(empty, JPEG, name=f"beside-{len(list(empty.path('rescored').iterdir()))}", iterations="1")
+        assert child.returncode == 0, (tmp_path / "err").read_text()
+    again = empty.start()
+    assert again.stages == ()
+    assert printed_summary(tmp_path)["policy_digest"] == again.summary.policy_digest
+    assert scored_again(empty, JPEG, name="after")[0].samples == 8
+    shutil.rmtree(empty.path("rescored"))
     final(empty, again)

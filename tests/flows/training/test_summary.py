@@ -16,6 +16,7 @@ from flows.command_line.main import application
 from flows.training.callbacks import format_progress_line
 from flows.training.history import TrainingHistory
 from flows.training.summary import TrainSummary
+from grpo_core.update.settings import PARITY_SHARE
 from tasks.reports.iteration import IterationRecord
 from tasks.storage.artifacts.reference import ArtifactRef
 from tests.bench.sick_runs import SICK_RUNS, settings_of
@@ -158,6 +159,19 @@ def test_a_sign_is_logged_once_and_stands_in_reports_the_summary_and_the_page(
     assert "of the groups have no spread" in page.read_text()
     # A later start of the finished run has the same.
     assert start(empty, "constant", settings).summary.signs == [sign]
+
+
+@pytest.mark.slow
+def test_a_gate_close_to_its_tolerance(empty: Runs) -> None:
+    settings = {**SMALL, "run.iterations": 1}
+    assert start(empty, "wide", settings).summary.signs == []
+    measured = empty.metrics(1, "wide")
+    assert measured[PARITY_SHARE] < 0.1
+    # The same rollouts with a tolerance that is a ninth above what was measured.
+    largest = measured["sampling/sampling_logp_difference/max"]
+    narrow = start(empty, "narrow", {**settings, "update.parity.max_difference": largest / 0.9})
+    assert [(sign.name, sign.iteration) for sign in narrow.summary.signs] == [("parity", 1)]
+    assert empty.metrics(1, "narrow")[PARITY_SHARE] == pytest.approx(0.9)
 
 
 @pytest.mark.slow

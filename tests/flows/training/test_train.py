@@ -25,7 +25,7 @@ from grpo_core.errors import FailedSamplesError
 from grpo_core.rewards.samples import Score, ScoringBatch
 from grpo_core.rewards.similarity.pairs import SsimReward
 from grpo_core.update.optimizer import PolicyOptimizer
-from tests.flows.conftest import REPOSITORY, Compare, Runs, Start
+from tests.flows.conftest import EVALUATED, REPOSITORY, Compare, Runs, Start
 
 STAGES = ("collect rollouts", "score psnr", "score ssim", "compute advantages", "update policy")
 FIRST, SECOND = (tuple(f"iteration {iteration}: {stage}" for stage in STAGES) for iteration in (1, 2))
@@ -156,6 +156,24 @@ class TestReuse:
         (ours,) = [finished.tables("copied")["iteration_000001/rollouts/part-00000.parquet"]]
         assert len(ours) == 4
         assert finished.start("copied", update__learning_rate=1e-3, run__iterations=1).stages == ()
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("setting", "value", "stages"), [("rollout.group_size", 3, FIRST), ("rewards.0.weight", 0.9, FIRST[3:])]
+    )
+    def test_other_settings_repeat_the_stages_from_theirs_on(
+        self, finished: Runs, setting: str, value: object, stages: tuple[str, ...]
+    ) -> None:
+        assert finished.start(run__iterations=1, **{setting: value}).stages == stages
+
+    @pytest.mark.slow
+    def test_evaluation_and_placement_change_no_training_stage(self, finished: Runs, final: Compare) -> None:
+        changed = finished.start(**EVALUATED, placement__devices="cpu")
+        baselines = tuple(f"baseline {name}: {stage}" for name in ("blank", "target") for stage in STAGES[1:4])
+        evaluations = tuple(f"evaluation of policy {v}: {stage}" for v in (0, 2) for stage in STAGES[:4])
+        assert changed.stages == baselines + evaluations
+        assert changed.summary.policy_digest == finished.start().summary.policy_digest
+        assert finished.reasons() == []
 
 
 def truncate(path: Path) -> None:
