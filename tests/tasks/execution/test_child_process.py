@@ -298,6 +298,34 @@ def test_the_same_artifact_and_one_load_for_several_stages(stages: ChildProcess,
     assert store.find("one/rollouts") == first
 
 
+def half_written(store: ArtifactStore) -> list[Path]:
+    store.clear_abandoned()
+    return [path for path in Path(store.path(".incoming")).iterdir() if path.is_dir()]
+
+
+@pytest.mark.slow
+def test_a_killed_child_leaves_nothing_half_and_is_replaced(stages: ChildProcess, store: ArtifactStore) -> None:
+    carry_out(stages, collecting(store, "before"))
+    child = child_of(stages)
+    with pytest.raises(LostStageError, match="ended by SIGKILL; the machine's memory may have run out"):
+        carry_out(stages, collecting(store, "one"), log=ProgressLog(child.kill))
+    assert store.find("one/rollouts") is None
+    assert half_written(store) == []
+    assert carry_out(stages, collecting(store, "one")).reference() == store.find("one/rollouts")
+
+
+@pytest.mark.slow
+def test_a_timeout_in_the_middle_of_the_commit_leaves_nothing_half(stages: ChildProcess, store: ArtifactStore) -> None:
+    carry_out(stages, collecting(store, "before"))
+    with store.commit_lock(), pytest.raises(StageTimeoutError):
+        # The child has its files staged, and waits for the lock under which they become an artifact.
+        carry_out(stages, collecting(store, "late"), 20.0)
+    assert half_written(store) == []
+    assert store.find("late/rollouts") is None
+    assert carry_out(stages, collecting(store, "late")).reference() == store.find("late/rollouts")
+    assert not Path(store.path("quarantine")).exists()
+
+
 @pytest.mark.slow
 def test_what_a_reward_prints_is_no_answer(stages: ChildProcess, store: ArtifactStore) -> None:
     log = ProgressLog()

@@ -265,6 +265,15 @@ def test_a_reward_that_fails_too_often_stops(maker: RunMaker, tmp_path: Path, re
 
 
 @pytest.mark.slow
+def test_an_error_in_a_process_is_told_as_in_the_run_itself(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
+    settings = function(tmp_path, requested, 'return "much"')
+    told = [str(refused(score, maker, section(settings, processes=processes))) for processes in (0, 1)]
+    resource(ChildProcesses).close()
+    assert told[0] == told[1]
+    assert "mine.py" in told[0]
+
+
+@pytest.mark.slow
 def test_a_process_that_dies_is_started_again_once(maker: RunMaker, tmp_path: Path, requested: Path) -> None:
     dies = 'died = folder + "/died"; os.path.exists(died) or (open(died, "w").close(), os._exit(9)); return 0.5'
     once = function(tmp_path, requested, dies)

@@ -15,7 +15,7 @@ import torch
 from configs.placement import PlacementSection
 from configs.sections import LoraSection
 from configs.training import ReferenceSection, UpdateSection
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.rollouts.streams import Stream
 from grpo_core.update.distributed import DistributedProcessGroup
 from tasks.execution.errors import LostStageError
@@ -232,6 +232,39 @@ def test_the_task_starts_its_processes(store: ArtifactStore, tmp_path: Path, nam
     )
     assert set(ours["policy_digest"]) == {two.digest}
     assert ours["token_ids"].to_list() == theirs["token_ids"].to_list()
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_names_its_sample_and_leaves_no_version(store: ArtifactStore) -> None:
+    values = tuple(float("nan") if row == 4 else value for row, value in enumerate(ADVANTAGE_OF))
+    with pytest.raises(NonFiniteError) as caught:
+        run_task(TEXTS, values, devices=TWO)
+    assert (caught.value.quantity, caught.value.sample_ids) == ("loss", ("g1.s00",))
+    assert not Path(store.path("policies")).exists()
+    assert not update_processes(psutil.Process())
+
+
+SMALL_DEVICE = """
+import torch
+
+
+def bounded(inputs, settings):
+    if len(inputs.advantages) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    return -inputs.advantages.unsqueeze(-1) * inputs.logprobs
+"""
+
+
+@pytest.mark.slow
+def test_a_device_that_runs_out_of_memory_halves_the_batches_of_all(store: ArtifactStore, tmp_path: Path) -> None:
+    (tmp_path / "losses.py").write_text(SMALL_DEVICE)
+    update, log = UPDATE.model_copy(update={"loss": f"{tmp_path}/losses.py:bounded"}), ProgressLog()
+    two = run_task(TEXTS, log=log, update=update.model_copy(update={"micro_batch_size": 2}), devices=TWO)
+    kept = ArtifactStore(store.root, "alone")
+    use_store(kept)
+    one = run_task(TEXTS, update=update)
+    assert [line for line in log.lines if "update.micro_batch_size 1 instead of 2" in line]
+    assert largest_difference(kept.local_files(one.checkpoint), store.local_files(two.checkpoint)) < 1e-6
 
 
 # Long enough that it is in the middle when something happens to it.
