@@ -31,7 +31,7 @@ from tests.processes import ProgressLog
 
 PROGRAM = """
 import sys
-from flows.prefect_settings import apply_settings
+from flows.server.prefect_settings import apply_settings
 apply_settings()
 from flows.server import temporary
 
