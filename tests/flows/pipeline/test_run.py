@@ -88,6 +88,10 @@ def test_each_change_makes_an_earlier_run(prompts: Path) -> None:
     assert "update.kl_coef 0.02 -> 0.01" in reason
     assert [each.run for each in runs_below(str(prompts.parent / "runs")) or ()] == ["tiny", "tiny~1", "tiny~2"]
     assert stored_config(find_run("tiny~2", str(prompts.parent / "runs"))).run.name == "tiny~2"
+    # Each has the starts that it was made by.
+    assert reasons(prompts) == []
+    starts = [(prompts.parent / "runs" / run / "starts.jsonl").read_text() for run in ("tiny", "tiny~1", "tiny~2")]
+    assert [text.count("\n") for text in starts] == [2, 1, 1]
 
 
 @pytest.fixture

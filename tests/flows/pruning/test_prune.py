@@ -24,7 +24,7 @@ from tasks.runs.lookup import read_config_file, read_description, write_descript
 from tasks.runs.stored_policies import stored_versions
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.run_lock import locked
-from tests.flows.conftest import REPOSITORY, Runs, Start, refused
+from tests.flows.conftest import REPOSITORY, Runs, Start, flip, refused
 from tests.flows.pruning.conftest import (
     EVERYTHING,
     ITERATIONS,
@@ -112,6 +112,18 @@ class TestNeeded:
         done = pruned(runs, policies_last=1)
         assert "damaged" in kept(done, VERSIONS)["4"]
         assert 3 in stored_versions(ArtifactStore(str(runs.root), RUN))
+
+    def test_damaged_rollouts_are_passed_by(self, runs: Runs) -> None:
+        part = runs.path(iteration(1), "rollouts", "part-00000.parquet", run=RUN)
+        flip(part)
+        left = part.read_bytes()
+        done = pruned(runs, policies_last=1, images_older_than="1i")
+        assert deleted(done)[IMAGES] == 2
+        (note,) = [each for each in done.runs[0].notes if "damaged" in each]
+        assert f"{RUN}/{iteration(1)}/rollouts" in note
+        # Only the next start moves them.
+        assert not runs.path("quarantine", run=RUN).exists()
+        assert part.read_bytes() == left
 
     def test_images_that_are_to_be_scored(self, runs: Runs) -> None:
         runs.path(iteration(1), "rewards", "ssim.manifest.json", run=RUN).unlink()

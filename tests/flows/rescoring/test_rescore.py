@@ -21,7 +21,7 @@ from flows.rewards.analyse import analyse_rewards
 from tasks.rewards import score_rewards
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.flows.conftest import Heard, Runs, Start, heard_of, refused, sha256_of
+from tests.flows.conftest import Heard, Runs, Start, flip, heard_of, refused, sha256_of
 from tests.flows.replaying.test_replaying import request_replay, run_replay
 
 SSIM, PSNR = {"reward": "ssim", "weight": 0.5}, {"reward": "psnr", "weight": 0.5}
@@ -201,6 +201,12 @@ def test_runs_with_one_name_under_two_roots_are_refused(finished: Runs) -> None:
     shutil.copytree(finished.root, other.root)
     (error,) = refused(lambda: plan_rescore(request_rescore(finished, SSIM, sources=("run", str(other.path())))))
     assert (error.place, error.value) == ("RUN", ["run"])
+
+
+def test_damaged_rollouts_are_refused_by_name(finished: Runs) -> None:
+    flip(finished.path("iteration_000002", "rollouts", "part-00000.parquet"))
+    (error,) = refused(lambda: plan_rescore(request_rescore(finished, SSIM)))
+    assert error.place == "run/iteration_000002/rollouts"
 
 
 def test_the_laboratory_looks_at_what_was_trained_on_and_at_a_rescoring(finished: Runs) -> None:
