@@ -1,6 +1,7 @@
 """Trainings of a policy that finds shapes in images: the shipped one learns, MedGround-R1's reads data as published."""
 
 import json
+import shutil
 from pathlib import Path
 
 import polars as pl
@@ -15,7 +16,7 @@ from flows.preflight.inputs import check_inputs
 from flows.preflight.prompts import read_prompt_files
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rollouts.images import SourceImage
-from tests.flows.conftest import REPOSITORY, TINY_BOTH, Runs
+from tests.flows.conftest import REPOSITORY, TINY_BOTH, Runs, refused
 
 GROUNDING, MEDGROUND = (REPOSITORY / "configs" / f"{name}.yaml" for name in ("tiny_grounding", "medground"))
 EXAMPLE = REPOSITORY / "data" / "medground"
@@ -69,6 +70,19 @@ def test_the_boxes_are_pixels_of_the_image_as_the_policy_gets_it() -> None:
     assert {name: settings[name] for name in ("min_pixels", "max_pixels")} == {
         name: rollout[name] for name in ("min_pixels", "max_pixels")
     }
+
+
+def test_a_wanted_box_beyond_its_image_is_refused_with_its_row(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLE, tmp_path / "data")
+    file = tmp_path / "data" / "train.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))
+    rows[2]["solution"][2] = 449
+    file.write_text(json.dumps(rows), encoding="utf-8")
+    datasets = [{"name": "a", "prompts": str(file), "prompt_column": "problem", "image_column": "image"}]
+    overrides = [*(f"{name}={value}" for name, value in TINY.items()), f"data={json.dumps({'datasets': datasets})}"]
+    error, *_ = refused(lambda: check_inputs(read_config(MEDGROUND, overrides)))
+    assert error.place == f"data.datasets.0.prompts: {file}, row 3, column solution"
+    assert "448x448 pixels" in error.hint
 
 
 @pytest.mark.slow
