@@ -11,6 +11,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+import transformers.utils.hub
 
 from grpo_core.rewards.weights import Published
 
@@ -150,4 +151,6 @@ def reach(stub: Stub, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(huggingface_hub.constants, "ENDPOINT", stub.url)
     template = stub.url + "/{repo_id}/resolve/{revision}/{filename}"
     patch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    # transformers keeps a client of its own, with the address of the first stub.
+    patch.setattr(transformers.utils.hub, "_hf_api", None)
     huggingface_hub.close_session()
