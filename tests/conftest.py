@@ -55,15 +55,16 @@ _isolate()
 # What the imports of a collection make stays: looking through it again and again takes a third of their time.
 gc.disable()
 # Shapes and dtypes that signatures and records state are checked in these modules, on every call of every test.
-_SHAPED = ("advantages", "logprobs", "losses", "parity", "records", "sampling")
+_SHAPED = ("advantages", "logprobs", "losses", "parity", "rewards.mix", "rewards.similarity", "sampling")
+_SHAPED_ROLLOUTS = ("actions", "records")
+_SHAPED_POLICIES = ("encoded_prompts", "kv_cache", "causal_lm.sampling_scoring")
 _SHAPED_GLM = ("decode_step", "decoding", "prompts")
-_SHAPED_CAUSAL_LM = ("prompts", "sampling_scoring")
 install_import_hook(
     [
         *(f"grpo_core.{name}" for name in _SHAPED),
+        *(f"grpo_core.rollouts.{name}" for name in _SHAPED_ROLLOUTS),
+        *(f"grpo_core.policies.{name}" for name in _SHAPED_POLICIES),
         *(f"grpo_core.policies.glm_image.{name}" for name in _SHAPED_GLM),
-        *(f"grpo_core.policies.causal_lm.{name}" for name in _SHAPED_CAUSAL_LM),
-        "grpo_core.policies.encoded_prompts",
     ],
     "beartype.beartype",
 )
