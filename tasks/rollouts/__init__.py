@@ -5,5 +5,4 @@ collect_rollouts   the stage: a policy and a plan -> stored rollouts; images for
 engines            who samples a plan: the policy in memory, or vLLM servers
 vllm               rollouts by vLLM servers; vllm_server starts one for the run
 columns            groups of rollouts -> the columns that are stored
-streams            tokens and denoising steps in stored rollouts: columns, states, rows for training, metrics
 """

@@ -31,9 +31,9 @@ from tasks.prompts.targets import TargetReference, load_target
 from tasks.rollouts.columns import rollout_columns
 from tasks.rollouts.engines import engine_modules, opened_sampler, uses_resident_policy
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
-from tasks.rollouts.streams import StatesWriter, state_digests, token_metrics
 from tasks.runs import layout
 from tasks.runs.sources import read_sources
+from tasks.runs.stored_streams import StatesWriter, state_digests, token_metrics
 from tasks.storage import schemas
 from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef

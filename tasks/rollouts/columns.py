@@ -4,43 +4,17 @@ The names and types of the columns are the schema in tasks/storage/schemas.py.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-import polars as pl
 from PIL import Image
 
-from grpo_core.rollouts.actions import Sources
 from grpo_core.rollouts.images import encode_png
-from grpo_core.rollouts.records import BrokenImage, RolloutGroup, SampledActions
-from grpo_core.rollouts.streams import Stream
+from grpo_core.rollouts.records import BrokenImage, RolloutGroup
 from tasks.rollouts.plan import GroupPlan, RolloutPlan
-from tasks.rollouts.streams import denoising_columns, read_denoising, read_tokens, token_columns
-from tasks.runs.layout import IMAGES, STATES
+from tasks.runs.stored_streams import STORED_STREAMS
 from tasks.storage.artifacts.reference import PolicyRef
-
-
-@dataclass(frozen=True)
-class StoredStream:
-    """How a stream of actions is stored in the table of rollouts."""
-
-    # Returns a group's columns of the stream, one row per sample.
-    columns: Callable[[RolloutGroup], Mapping[str, Sequence[Any]]]
-    # Returns the actions of rows of the table, as `read_tokens`.
-    read: Callable[[pl.DataFrame, Sequence[Path], Path, int, Sources | None], SampledActions]
-    max_length: str  # column with the maximum number of actions of a row
-    unread: tuple[str, ...]  # patterns of the artifact's files that its update does not need
-
-
-STORED_STREAMS: Mapping[Stream, StoredStream] = MappingProxyType(
-    {
-        "tokens": StoredStream(token_columns, read_tokens, max_length="max_length", unread=(IMAGES, STATES)),
-        "denoising": StoredStream(denoising_columns, read_denoising, max_length="sde_window_size", unread=(IMAGES,)),
-    }
-)
 
 
 def rollout_columns(

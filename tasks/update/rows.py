@@ -21,9 +21,8 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import RatioStepMetrics, StepMetrics, UpdateResult
-from tasks.rollouts.columns import STORED_STREAMS
-from tasks.rollouts.streams import sample_files
 from tasks.runs.sources import digests_in, read_sources, sources_of
+from tasks.runs.stored_streams import STORED_STREAMS, sample_files
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import STREAM, read_advantages, scan_tables

@@ -16,8 +16,8 @@ from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource
 from tasks.metrics import LOGGED
-from tasks.reports.reward_analysis import score_again
 from tasks.rewards.score_rewards import NeededScores, StoredScores, samples_to_score, score_reward_task
+from tasks.rewards.scores import score_again
 from tasks.runs.layout import SCORES_FILE, SamplingRound, source_file
 from tasks.runs.samples import with_extra
 from tasks.storage.artifacts.reference import ArtifactRef

@@ -18,9 +18,9 @@ from grpo_core.rollouts.actions import DenoisingBatch, TokenBatch
 from grpo_core.rollouts.records import GroupRequest, RolloutGroup
 from grpo_core.rollouts.streams import Stream
 from tasks.execution.stage import stage_named
-from tasks.rollouts import streams
 from tasks.rollouts.collect_rollouts import background
-from tasks.rollouts.streams import StatesWriter, map_states, state_digests
+from tasks.runs import stored_streams
+from tasks.runs.stored_streams import StatesWriter, map_states, state_digests
 from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update.rows import StoredRows, read_training_rows
@@ -279,7 +279,7 @@ def test_states_of_any_dtype_and_shape_come_back_to_the_bit(
 def test_some_samples_of_several_artifacts_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = {name: random_states(place, (2, 3), torch.float16) for place, name in enumerate("abcdef")}
     write_states(tmp_path / "one", [{name: states[name]} for name in "abc"])
-    monkeypatch.setattr(streams, "STATES_BYTES", 1)
+    monkeypatch.setattr(stored_streams, "STATES_BYTES", 1)
     write_states(tmp_path / "1", [{"a": states["a"], "b": states["b"]}, {"c": states["c"]}])
     write_states(tmp_path / "2", [{name: states[name]} for name in "def"])
     parts = sorted((tmp_path / "1" / "states").iterdir())

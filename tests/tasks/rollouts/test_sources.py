@@ -17,9 +17,9 @@ from tasks.prompts.read import Prompt
 from tasks.prompts.source_images import SourceReference
 from tasks.rollouts.collect_rollouts import collect_rollouts_task, draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan
-from tasks.rollouts.streams import StatesWriter, read_denoising
 from tasks.runs.layout import source_file
 from tasks.runs.sources import read_sources, sources_of, store_sources
+from tasks.runs.stored_streams import StatesWriter, read_denoising
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.update.rows import read_training_rows

@@ -7,8 +7,10 @@ two steps at 1024 x 1024 pixels is 1.5 MiB per sample in 16 bits.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import polars as pl
@@ -22,9 +24,9 @@ from torch import Tensor
 
 from grpo_core.rollouts.actions import DenoisingBatch, Sources, TokenBatch, TokenSupport
 from grpo_core.rollouts.records import RolloutGroup, SampledActions, SampledTokens
-from grpo_core.rollouts.streams import ImageSize
+from grpo_core.rollouts.streams import ImageSize, Stream
 from tasks.metrics import COMPLETION_LENGTH, DRAFTS, TOKENS
-from tasks.runs.layout import PARTS, STATES, STATES_FILE
+from tasks.runs.layout import IMAGES, PARTS, STATES, STATES_FILE
 from tasks.storage.lists import lists_of, padded, unpadded
 from tasks.storage.parquet import DIGESTS, scan_tables
 
@@ -248,3 +250,23 @@ def map_states(folders: Sequence[Path], sample_ids: pl.Series) -> tuple[Tensor, 
         lost = f"{len(missing)} samples have no stored states, such as {missing[0]}"
         raise ValueError(f"{lost}; `grpo prune` may have deleted them: train on rollouts that have theirs")
     return tuple(stored[each] for each in sample_ids)
+
+
+@dataclass(frozen=True)
+class StoredStream:
+    """How a stream of actions is stored in the table of rollouts."""
+
+    # Returns a group's columns of the stream, one row per sample.
+    columns: Callable[[RolloutGroup], Mapping[str, Sequence[Any]]]
+    # Returns the actions of rows of the table, as `read_tokens`.
+    read: Callable[[pl.DataFrame, Sequence[Path], Path, int, Sources | None], SampledActions]
+    max_length: str  # column with the maximum number of actions of a row
+    unread: tuple[str, ...]  # patterns of the artifact's files that its update does not need
+
+
+STORED_STREAMS: Mapping[Stream, StoredStream] = MappingProxyType(
+    {
+        "tokens": StoredStream(token_columns, read_tokens, max_length="max_length", unread=(IMAGES, STATES)),
+        "denoising": StoredStream(denoising_columns, read_denoising, max_length="sde_window_size", unread=(IMAGES,)),
+    }
+)
