@@ -12,6 +12,8 @@ import os
 import shutil
 import stat
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -82,6 +84,31 @@ def sha256_of(filesystem: AbstractFileSystem, path: str) -> str:
     """Return the hex digest of a file."""
     with filesystem.open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+SETTLED_NS = 10**8  # age of a file from which any change gives it another time: clocks of file systems tick
+
+
+class FileHashes:
+    """The sha256 of files of this machine: each is read once while its inode, size and times stay as they are."""
+
+    def __init__(self, filesystem: AbstractFileSystem) -> None:
+        self._filesystem = filesystem
+        self._known: dict[str, tuple[tuple[int, ...], str]] = {}
+        self._locks = [threading.Lock() for _ in range(_AT_ONCE)]
+
+    def sha256(self, path: str) -> str:
+        """Return the hex digest of a file; of several readers at once only one reads it."""
+        with self._locks[hash(path) % _AT_ONCE], self._filesystem.open(path, "rb") as stream:
+            now, status = time.time_ns(), os.fstat(stream.fileno())
+            version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+            known = self._known.get(path)
+            if known is not None and known[0] == version:
+                return known[1]
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+            if now - status.st_mtime_ns > SETTLED_NS:
+                self._known[path] = version, found
+            return found
 
 
 def files_below(folder: Path) -> dict[str, Path]:

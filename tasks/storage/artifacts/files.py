@@ -1,4 +1,4 @@
-"""Read and verify files of artifacts: on a local disk each time, in a bucket only when they changed.
+"""Read and verify files of artifacts: on a local disk once by each reader, in a bucket only when they changed.
 
 What was read from a bucket is kept on a disk of this machine. fsspec's file cache is neither bounded nor verified. Here
 contents are kept under their sha256, which is checked each time one is taken. Notes remember the sha256 of an object
@@ -21,7 +21,7 @@ from fsspec import AbstractFileSystem
 from grpo_core.errors import InputError
 from tasks.process import user_cache
 from tasks.storage.artifacts.reference import Manifest
-from tasks.storage.files import dump_checked, is_local, load_checked, locked_file, scratch_folder, sha256_of
+from tasks.storage.files import FileHashes, dump_checked, is_local, load_checked, locked_file, scratch_folder, sha256_of
 
 GIB = 2**30
 _TAGS = ("ETag", "etag", "md5Hash", "crc32c", "generation", "mtime", "updated", "LastModified")
@@ -152,9 +152,12 @@ class ArtifactFiles:
 
     def __init__(self, filesystem: AbstractFileSystem, cache: ReadCache | None) -> None:
         self.filesystem, self.cache = filesystem, None if is_local(filesystem) else cache
+        self._hashes = FileHashes(filesystem) if is_local(filesystem) else None
 
     def sha256(self, path: str) -> str:
-        """Return a file's sha256; one in a bucket is read only if it changed since it was last read or written."""
+        """Return a file's sha256; it is read only if it changed since it was last read, in a bucket also written."""
+        if self._hashes is not None:
+            return self._hashes.sha256(path)
         if self.cache is None:
             return sha256_of(self.filesystem, path)
         if (known := self._known(path)) is not None:

@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsspec.implementations.memory import MemoryFileSystem
+
 from grpo_core.errors import InputError
 from tasks.progress import log
 from tasks.storage.artifacts.files import GIB, ArtifactFiles, ReadCache, default_cache
@@ -138,16 +140,16 @@ class ArtifactStore(RunFolder):
         missing or changed, after its files are moved to `quarantine/`; PrunedArtifactError if they were deleted on
         purpose.
         """
-        # Concurrent stages read the same artifact: only one of them may move it away, and memory:// gives all of them
-        # one open file.
-        with _READING, translate_remote_errors(self.filesystem, self.root):
+        # memory:// gives concurrent readers one open file.
+        alone = _READING if isinstance(self.filesystem, MemoryFileSystem) else contextlib.nullcontext()
+        with alone, translate_remote_errors(self.filesystem, self.root):
             place = self._place_of(reference)
             damage = self._read_files(place, reference, folder, without)
             if damage is None:
                 return Path(place) if folder is None or is_local(self.filesystem) else folder
             if reference.run == self.run:
                 with self.commit_lock():
-                    # Another process may have made it again meanwhile.
+                    # Another reader may have moved it away, or another process made it again meanwhile.
                     if isinstance(self.inspect(place, reference), str):
                         self.clear_place(reference.folder, reason=damage)
             raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage runs again")
