@@ -14,8 +14,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from configs.yaml_files import list_hint, nearest_key, section_hint, translate
-from grpo_core.addresses import refuse_secrets
-from grpo_core.errors import InputError, joined, raise_all
+from grpo_core.errors import InputError, joined, raise_all, refuse_secrets
 from grpo_core.settings import STRICT, type_hint
 from grpo_core.uses import Uses
 

@@ -27,7 +27,7 @@ from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.rewards.registry import RewardTerm
-from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.scoring_batch import ScoringBatch
 from grpo_core.rewards.similarity.pairs import SsimReward
 from grpo_core.rewards.text.rules import AnswerReward
 from grpo_core.rollouts.records import GroupRequest, Output

@@ -81,8 +81,8 @@ def all_machines(given: "RunConfig", *, progress: bool) -> Iterator[None]:
 
 
 def _run_to_the_end(work: Coroutine[Any, Any, R]) -> R:
+    from flows.server.reachable import watching_server
     from flows.server.temporary import require_not_lost, wait_for_temporary_server
-    from flows.server.watched import watching_server
 
     wait_for_temporary_server()
     try:

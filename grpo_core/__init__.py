@@ -15,7 +15,7 @@ settings     the ranges and choices of settings, checked from their annotations;
 user_code/   a reward or a loss of the user's: which files are its code, loaded by import path
 pipeline_files  the files of a saved model or diffusers pipeline
 hub          repositories of the Hugging Face Hub: files, downloads, a message for each failure
-services     requests to a service that may be slow, busy or gone; awaitables waits for them, addresses hides secrets
+services     requests to a service that may be slow, busy or gone
 uses         what a setting can make a machine do, marked where the setting is declared
-errors       wrong input, and numbers that are not finite
+errors       wrong input, numbers that are not finite, secrets in addresses
 """

@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 
 import anyio
 
-from grpo_core.addresses import hide_secrets
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, hide_secrets
 
 if TYPE_CHECKING:
     import httpx

@@ -69,7 +69,7 @@ def try_functions(config: RunConfig, prompts: PromptFiles, report_progress: Call
 
 def _try(place: str, section: RewardSection, reward: Reward, rows: Sequence[Mapping[str, Any]]) -> Trial:
     # torch is imported there, which no check of a run's start needs so early.
-    from tasks.rewards.rows import score_rows
+    from tasks.rewards.score_rows import score_rows
 
     try:
         scores = score_rows(reward, section, rows)

@@ -24,8 +24,8 @@ from grpo_core.rollouts.images import fits_reward, shown_bounds
 from grpo_core.rollouts.streams import ImageSize
 from tasks.prompts.targets import find_target
 from tasks.reports.report import require_page_path
-from tasks.rewards.rows import TARGET_HINT
 from tasks.rewards.score_rewards import NeededScores, StoredScores
+from tasks.rewards.score_rows import TARGET_HINT
 from tasks.runs.layout import PARTS, RECOMPUTED, REWARDS, STORED, StoredIteration, rescoring_folder, stage_folder
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader

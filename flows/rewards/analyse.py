@@ -15,8 +15,7 @@ from flows.rescoring.plan import needed_scores
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tasks.reports.report import Report, require_page_path, write_page
-from tasks.reports.reward_analysis import analyse
-from tasks.reports.reward_page import analysis_report, render_reward_page
+from tasks.reports.reward_analysis import analyse, analysis_report, render_reward_page
 from tasks.reports.statistics import Statistics
 from tasks.reports.text import relative
 from tasks.rewards.scores import read_scores, score_again

@@ -19,7 +19,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.reward import Reward, provenance_of, score_samples
-from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.scoring_batch import ScoringBatch
 from grpo_core.rollouts.streams import MAX_PIXELS
 from tasks.progress import log
 

@@ -2,9 +2,7 @@
 
 prefect_settings       Prefect's settings, which it reads when it is imported
 start                  `grpo ui`: Prefect's own start, with our settings and a refusal of open hosts
-temporary              the server of a single process: started beside the imports, ended with the process
-database               its database: a copy of an empty one that Prefect has migrated
+temporary              the server of a single process: started beside the imports, ended with the process; its database
 heartbeat_automation   the automation that marks a run without heartbeats as crashed
-reachable              checks of other commands: the server answers, its pools exist
-watched                says during a run when the server goes away, and when it is back
+reachable              checks of other commands: the server answers, its pools exist; watches it during a run
 """

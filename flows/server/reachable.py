@@ -1,19 +1,29 @@
-"""What commands check on Prefect's server before any work: that it answers, and that its pools are there."""
+"""What commands check on Prefect's server before any work: that it answers, and that its pools are there.
 
+During a run it is watched, since Prefect's clients retry without a word: the run says when it goes away and is back.
+"""
+
+import contextlib
+import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from flows.server.temporary import is_temporary
 from grpo_core.errors import InputError, joined, raise_all
+from tasks.progress import log
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import WorkPool
     from prefect.context import SettingsContext
+
 
 _TIMEOUT_SECONDS = 8.0
 # Prefect's client connects up to four times, with pauses of 1.5 s in total.
@@ -228,3 +238,54 @@ def _not_prefect(url: str) -> InputError:
 def shown_url(url: str) -> str:
     """Return an address without the password in it."""
     return _CREDENTIALS.sub("***@", url)
+
+
+_SECONDS_BETWEEN_ASKS = 5.0
+
+_ASKS = 2
+"""So many in a row without an answer are a server that is gone: one may be lost, or be slow for a moment."""
+
+
+@contextlib.contextmanager
+def watching_server() -> Iterator[None]:
+    """Watch the configured server inside the context; nothing happens without one, or with Prefect Cloud."""
+    url = server_url()
+    if url is None or is_cloud():
+        yield
+        return
+    ended, logger = threading.Event(), logging.getLogger("prefect._internal.concurrency")
+    arguments = (_watch, url, ended)
+    watch = threading.Thread(target=copy_context().run, args=arguments, name="server watch", daemon=True)
+    logger.addFilter(is_not_about_an_unreachable_server)
+    watch.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        logger.removeFilter(is_not_about_an_unreachable_server)
+
+
+def _watch(url: str, ended: threading.Event) -> None:
+    unanswered = 0
+    while not ended.wait(_SECONDS_BETWEEN_ASKS):
+        if not answers(url):
+            unanswered += 1
+            if unanswered == _ASKS and not ended.is_set():
+                log(
+                    f"Prefect's server at {shown_url(url)} does not answer. The run goes on, and where it needs the "
+                    "server it waits for it, about four minutes at most"
+                )
+            continue
+        if unanswered >= _ASKS:
+            log(f"Prefect's server at {shown_url(url)} answers again")
+        unanswered = 0
+
+
+def is_not_about_an_unreachable_server(record: logging.LogRecord) -> bool:
+    """Whether something is worth printing: not an error of a background service that could not reach its server."""
+    from httpx import TransportError
+    from websockets.exceptions import WebSocketException
+
+    # Services log inside `except`, without the exception.
+    unreachable = isinstance(sys.exc_info()[1], OSError | TransportError | WebSocketException)
+    return record.levelno < logging.ERROR or not unreachable

@@ -2,24 +2,32 @@
 
 Prefect would start one at its first request, and import its whole server into this process. If it dies before the
 process, or its disk is full, the run says so at once and ends after its stage; the same command resumes it.
+
+Its database is a copy of an empty one that Prefect has migrated before, which takes seconds. The first server of a
+release of Prefect makes it, and it is kept in the user's cache under its sha256; a copy that does not verify is left
+out.
 """
 
 import atexit
 import contextlib
 import contextvars
+import hashlib
+import importlib.metadata
 import logging
 import os
 import shutil
 import socket
+import sqlite3
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
-from flows.server.database import database_settings, keep_template
 from flows.server.prefect_settings import SINGLE_RUN
 from tasks.execution.server_process import ServerProcess
+from tasks.process import user_cache
 from tasks.progress import log
 from tasks.storage.files import scratch_folder
 
@@ -201,3 +209,61 @@ def wait_for_temporary_server() -> None:
     keep_template(_server.folder)
     watch = contextvars.copy_context().run
     threading.Thread(target=watch, args=(_server.watch,), name="temporary server", daemon=True).start()
+
+
+_DATABASE = "prefect.db"
+
+
+def database_settings(folder: Path) -> dict[str, str]:
+    """Return Prefect's settings for a server with its database in this folder, copied there from the cache."""
+    settings = {
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / _DATABASE}",
+        # It would note in the user's folder that blocks are registered, for another database.
+        "PREFECT_SERVER_MEMOIZE_BLOCK_AUTO_REGISTRATION": "false",
+    }
+    if (content := _read_template()) is None:
+        return settings
+    (folder / _DATABASE).write_bytes(content)
+    without = ("PREFECT_SERVER_DATABASE_MIGRATE_ON_START", "PREFECT_SERVER_REGISTER_BLOCKS_ON_START")
+    return settings | dict.fromkeys(without, "false")
+
+
+def keep_template(folder: Path) -> None:
+    """Keep the database of a server that nobody has used yet in the cache, unless there is one already."""
+    if (cache := user_cache()) is None or _read_template() is not None:
+        return
+    partial = folder / "template.db"
+    # Next time is soon enough, if the cache cannot be written.
+    with contextlib.suppress(OSError, sqlite3.Error):
+        with (
+            contextlib.closing(sqlite3.connect(folder / _DATABASE)) as source,
+            contextlib.closing(sqlite3.connect(partial)) as target,
+        ):
+            source.backup(target)
+        content = partial.read_bytes()
+        cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for old in _templates(cache):
+            old.unlink(missing_ok=True)
+        made = cache / f".{os.getpid()}.part"
+        made.write_bytes(content)
+        made.replace(cache / f"{_prefix()}{hashlib.sha256(content).hexdigest()}.db")
+    partial.unlink(missing_ok=True)
+
+
+def _prefix() -> str:
+    return f"prefect-{importlib.metadata.version('prefect')}-"
+
+
+def _templates(cache: Path) -> Iterator[Path]:
+    return cache.glob("prefect-*.db")
+
+
+def _read_template() -> bytes | None:
+    """Return the content of the template of this release of Prefect; None if there is none, or it is damaged."""
+    cache = user_cache()
+    for found in _templates(cache) if cache is not None else ():
+        with contextlib.suppress(OSError):
+            content = found.read_bytes()
+            if found.name == f"{_prefix()}{hashlib.sha256(content).hexdigest()}.db":
+                return content
+    return None

@@ -1,7 +1,7 @@
 """Rewards: named, versioned functions from finished images or texts to scores.
 
-- ``samples``: what a reward gets (``ScoringBatch``) and what it returns (``Score``); ``reward``: what it declares about
-  itself.
+- ``scoring_batch``: what a reward gets (``ScoringBatch``) and what it returns (``Score``); ``reward``: what it declares
+  about itself.
 - ``registry``: the names that a configuration may use, ``build_reward``, and what a reward does in the mix.
 - ``model_reward``: rewards computed by a network, its weights and device; ``weights`` finds and checks weight files.
 - ``mix``: several rewards of a sample become one, and what happens where one is missing.

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import STRICT, Positive, Reward
-from grpo_core.rewards.samples import Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch, clamp_unit
 from grpo_core.rollouts.images import shown_size
 
 BYTES_PER_KILOBYTE = 1000

@@ -14,7 +14,7 @@ from PIL import Image
 from pydantic import ConfigDict, Field
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.samples import Score, ScoringBatch, not_finite
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch, not_finite
 from grpo_core.rollouts.streams import Modality
 
 STRICT = ConfigDict(strict=True, extra="forbid", validate_default=True, hide_input_in_errors=True)

@@ -1,7 +1,6 @@
 """What a rollout consists of, from its prompt to the rows that train a policy.
 
-messages    prompts that are conversations: what models, rewards and people get of them
-rendering   messages -> the text that a model's chat template prints
+messages    prompts that are conversations: what models, rewards and people get of them, and what a chat template prints
 images      read from files within bounds, brought to RGB and to the size of another; those of prompts
 streams     what a policy generates, and the streams of actions that train it
 actions     sampled tokens and denoising steps, with what is needed to compute their log-probs again

@@ -5,10 +5,17 @@ as :func:`write_messages` writes it, so nothing that a chat template or a reward
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from grpo_core.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 Message = dict[str, Any]
 """`role`, and `content`: a text, or a list of blocks of type text or image; other keys are for chat templates."""
@@ -185,3 +192,33 @@ def with_images(prompt: str, images: Sequence[object] | None) -> str | list[Mess
     for block in (block for each in found for block in each["content"] if block["type"] == "image"):
         block["image"] = next(given)
     return found
+
+
+_PRINTED_BLOCK = re.compile(r"""['"]type['"]: *['"]text['"]""")
+
+
+def render_messages(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], **arguments: Any) -> str:
+    """Format messages with the tokenizer's own call; blocks of texts are joined for a template that knows texts only.
+
+    TemplateError, ValueError or TypeError if the template refuses them.
+    """
+    from jinja2 import TemplateError
+
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
+    cleaned = [
+        each if isinstance(each["content"], str) else {**each, "content": filled_blocks(each["content"])}
+        for each in messages
+    ]
+    blocks = [block for each in cleaned if isinstance(each["content"], list) for block in each["content"]]
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    if not blocks or len(texts) < len(blocks):
+        printed: str = render(cleaned)
+        return printed
+    with suppress(TemplateError, ValueError, TypeError):
+        printed = render(cleaned)
+        # A template that knows texts only writes the list of blocks itself, or nothing of it.
+        listed = sum(len(_PRINTED_BLOCK.findall(text)) for text in texts) < len(_PRINTED_BLOCK.findall(printed))
+        if not listed and all(text.strip() in printed for text in texts):
+            return printed
+    printed = render([{**each, "content": text_of(each["content"])} for each in cleaned])
+    return printed

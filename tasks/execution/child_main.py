@@ -17,7 +17,7 @@ from typing import Any
 ADVANCE, ERROR, LOG, OUTCOME, READY = "advance", "error", "log", "outcome", "ready"
 HANDLERS = {
     "stage": "tasks.execution.call:stage_handler",
-    "scoring": "tasks.rewards.rows:scoring_handler",
+    "scoring": "tasks.rewards.score_rows:scoring_handler",
     "device": "tasks.update.process:device_handler",
 }
 """Functions that import what the requests need, and return a function from one JSON value to another."""

@@ -11,7 +11,7 @@ list_page         many runs as one HTML file, the seeds of a configuration as on
 comparison        runs with their held-out samples paired; compare_page has its report and page
 compared_runs     settings, curves and rewards that runs have in common; paired differences with intervals
 rescoring         what changed when rollouts were scored again, and its page
-reward_analysis   the analysis of each reward; reward_page has its report and page
+reward_analysis   the analysis of each reward, its report and page
 statistics        columns checked and rounded, spread, rank correlation, quantiles
 curves            plots of pages as SVG: lines over iterations, bars, squares
 fonts             text of any script in images: fonts of this machine, lines, pixels

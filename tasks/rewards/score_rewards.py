@@ -25,7 +25,7 @@ from tasks.execution.stage import SHARDS, Arguments, Part, Sharding, shard_folde
 from tasks.metrics import LOGGED, pool_logged
 from tasks.models.devices import set_threads
 from tasks.progress import progress_of
-from tasks.rewards.rows import EXTRA, LOGGED_BY, SCORES, Row, batches_for, score_in_processes, score_rows
+from tasks.rewards.score_rows import EXTRA, LOGGED_BY, SCORES, Row, batches_for, score_in_processes, score_rows
 from tasks.runs.layout import EXTRA_COLUMN, EXTRA_FILE, IMAGES, PARTS, SCORES_FILE, STATES
 from tasks.runs.reader import refuse_lost
 from tasks.runs.samples import ONE_EACH

@@ -6,7 +6,7 @@ import polars as pl
 
 from configs.scoring import RewardSection
 from grpo_core.rewards.registry import build_reward
-from tasks.rewards.rows import batches_for, score_rows
+from tasks.rewards.score_rows import batches_for, score_rows
 from tasks.runs.layout import SCORES_FILE, STATES, SamplingRound
 from tasks.runs.samples import read_rollouts
 from tasks.storage.artifacts.store import ArtifactStore

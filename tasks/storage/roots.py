@@ -17,8 +17,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors import SafetensorError
 
-from grpo_core.addresses import refuse_secrets
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, refuse_secrets
 from tasks.storage.files import is_local, nearest_existing
 from tasks.storage.links import RootFileSystem
 

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from data.recipes import shapes
 from grpo_core.rewards.registry import build_reward
-from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.scoring_batch import ScoringBatch
 from tasks.reports.text import markdown_table
 from tests.grpo_core.rewards.conftest import make_batch, make_texts, noise
 from tests.grpo_core.rewards.ocr.lettering import LATIN, draw

@@ -29,7 +29,7 @@ from configs.training import UpdateSection
 from data.recipes.text import build_tokenizer, save_tiny_text_model
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
-from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.scoring_batch import ScoringBatch
 from tasks.prompts.read import read_prompts
 
 LARGE_VOCABULARY = 151_936

@@ -27,9 +27,8 @@ from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config
-from flows.server.database import keep_template
 from flows.server.prefect_settings import SERVER, SINGLE_RUN
-from flows.server.temporary import TemporaryServer
+from flows.server.temporary import TemporaryServer, keep_template
 from flows.training.summary import TrainSummary
 from grpo_core.errors import InputError
 from tasks.metrics import is_measured

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from grpo_core.addresses import hide_secrets, refuse_secrets
-from grpo_core.errors import InputError
+from grpo_core.errors import InputError, hide_secrets, refuse_secrets
 from grpo_core.rollouts.messages import answer_begun, read_messages, shown_prompt, shown_question
 
 ROLE = '"role": "user"'

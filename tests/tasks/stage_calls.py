@@ -16,7 +16,7 @@ from configs.sections import LoraSection, PolicySection
 from configs.training import UpdateSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.image_statistics import JpegReward
-from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from grpo_core.rollouts.streams import Stream
 from tasks.advantages.compute_advantages import compute_advantages_task
 from tasks.models.initial import model_digest

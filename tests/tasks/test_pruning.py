@@ -11,7 +11,7 @@ from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from tasks.pruning import Prunable, abandoned_writes, delete_part, find_prunable, part_bytes
-from tasks.rewards.rows import batches_for, score_rows
+from tasks.rewards.score_rows import batches_for, score_rows
 from tasks.runs.layout import IMAGES_FILE, PART_FILE, STATES_FILE
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, STATES_REMOVED, commit_artifact
 from tasks.storage.artifacts.restore import restore_artifact

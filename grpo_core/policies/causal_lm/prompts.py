@@ -17,9 +17,9 @@ from grpo_core.rollouts.messages import (
     Message,
     read_messages,
     refuse_messages,
+    render_messages,
     with_image_blocks,
 )
-from grpo_core.rollouts.rendering import render_messages
 
 # Some templates print today's date, so the prompt would differ when it is scored on another day. transformers hands a
 # template no functions but its own, so theirs is hidden by a macro; what each code prints is Python's own.

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass as settings_dataclass
 from grpo_core.errors import InputError
 from grpo_core.rewards.model_reward import ModelReward, Sha256
 from grpo_core.rewards.reward import STRICT, Text, problems_of
-from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.scoring_batch import ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.uses import Uses
 

@@ -31,7 +31,7 @@ from grpo_core.rewards.model_reward import (
     load_weights,
 )
 from grpo_core.rewards.reward import STRICT, Positive, problems_of
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.similarity.pairs import ComparingReward
 from grpo_core.rewards.weights import HUB_PREFIX, Published, Weights
 from grpo_core.rollouts.images import to_rgb

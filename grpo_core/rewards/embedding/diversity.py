@@ -20,7 +20,7 @@ from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_rewards import ClipModel, load_clip
 from grpo_core.rewards.model_reward import exact_inference
 from grpo_core.rewards.reward import STRICT, Needs
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, Trunk, heads_file, load_network
 from grpo_core.rewards.similarity.tensors import to_tensor
 from grpo_core.rewards.weights import Weights

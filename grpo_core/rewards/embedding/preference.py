@@ -38,7 +38,7 @@ from grpo_core.rewards.model_reward import (
     load_weights,
 )
 from grpo_core.rewards.reward import STRICT, Positive, problems_of
-from grpo_core.rewards.samples import Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch, clamp_unit
 from grpo_core.rewards.similarity.tensors import to_tensor
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.uses import Uses

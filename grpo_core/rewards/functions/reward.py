@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from grpo_core.errors import InputError
 from grpo_core.rewards.functions.call_log import CallLog
 from grpo_core.rewards.reward import STRICT, Needs, Reward, problems_of
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, not_finite
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch, not_finite
 from grpo_core.rollouts.images import to_rgb
 from grpo_core.rollouts.messages import Message, shown_question, with_images
 from grpo_core.services import run_awaitable

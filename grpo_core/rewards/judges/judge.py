@@ -24,7 +24,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
 from grpo_core.rewards.remote.wire import encode_image
 from grpo_core.rewards.reward import STRICT, Needs, Positive, Text
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, ScoringError, clamp_unit
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch, ScoringError, clamp_unit
 from grpo_core.rollouts.messages import shown_prompt
 from grpo_core.uses import Uses
 

@@ -19,7 +19,7 @@ from torch import nn
 from grpo_core.errors import InputError
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_model, load_once, load_tokenizer
 from grpo_core.rewards.reward import STRICT, Needs
-from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.rollouts.messages import Message, read_messages
 from grpo_core.uses import Uses
@@ -110,7 +110,7 @@ class RewardModelScorer:
     def _render(self, messages: Sequence[Message], completion: str) -> str:
         from jinja2 import TemplateError
 
-        from grpo_core.rollouts.rendering import render_messages
+        from grpo_core.rollouts.messages import render_messages
 
         try:
             return render_messages(self.tokenizer, [*messages, {"role": "assistant", "content": completion}])

@@ -32,7 +32,7 @@ from grpo_core.rewards.ocr.lines import (
     unread,
 )
 from grpo_core.rewards.reward import problems_of
-from grpo_core.rewards.samples import ScoringError
+from grpo_core.rewards.scoring_batch import ScoringError
 from grpo_core.seeds import file_sha256
 
 MODELS: Mapping[str, str] = {

@@ -11,7 +11,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.ocr.engines import RapidEngine, TesseractEngine
 from grpo_core.rewards.ocr.text_match import MATCHES, quoted_texts
 from grpo_core.rewards.reward import STRICT, Needs, Reward, Text
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, ScoringError
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch, ScoringError
 from grpo_core.uses import Uses
 
 MAX_ASPECT = 8.0

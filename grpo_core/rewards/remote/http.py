@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import STRICT, Positive, Reward, problems_of
-from grpo_core.rewards.samples import ScoringError
+from grpo_core.rewards.scoring_batch import ScoringError
 from grpo_core.services import (
     RefusedRequestError,
     Service,

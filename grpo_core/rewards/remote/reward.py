@@ -12,7 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
 from grpo_core.rewards.reward import STRICT, Needs, Text
-from grpo_core.rewards.samples import Score, ScoringBatch, ScoringError
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch, ScoringError
 from grpo_core.rollouts.images import require_fit
 from grpo_core.rollouts.streams import Modality
 from grpo_core.uses import Uses

@@ -13,7 +13,7 @@ from PIL import Image
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from grpo_core.rollouts.images import encode_png, open_image, to_rgb
 from grpo_core.rollouts.streams import MAX_PIXELS, Modality
 

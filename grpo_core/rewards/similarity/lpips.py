@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, find_tensor, load_once, load_state_dict
 from grpo_core.rewards.reward import STRICT
-from grpo_core.rewards.samples import clamp_unit
+from grpo_core.rewards.scoring_batch import clamp_unit
 from grpo_core.rewards.similarity.pairs import PairReward
 from grpo_core.rewards.similarity.tensors import Images, check_pair
 from grpo_core.rewards.weights import Published, Weights

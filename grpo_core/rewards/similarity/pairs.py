@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import STRICT, Needs, Positive, Reward
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
 from grpo_core.rollouts.images import WINDOW, fit_to, to_rgb
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import STRICT, Needs, Reward, Text
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.uses import Uses
 
 Box = tuple[float, float, float, float]

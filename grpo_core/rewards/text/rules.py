@@ -17,7 +17,7 @@ from rapidfuzz.distance import Levenshtein
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.reward import STRICT, Needs, Reward, Text
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rollouts.messages import answer_begun
 from grpo_core.rollouts.streams import has_visible_text
 from grpo_core.uses import Uses

@@ -16,7 +16,7 @@ from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.ocr.text_accuracy import MAX_ASPECT, TextAccuracyReward
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.reward import Needs, Reward
-from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from grpo_core.rewards.similarity.lpips import LpipsReward
 from grpo_core.rewards.similarity.pairs import SsimReward
 from grpo_core.rewards.text.rules import AnswerReward

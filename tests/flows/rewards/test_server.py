@@ -24,7 +24,7 @@ from flows.rewards.server import ServerLimits, create_app, serve
 from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.remote import wire
 from grpo_core.rewards.remote.reward import RemoteReward
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.similarity.pairs import SsimReward
 from grpo_core.rewards.text.rules import AnswerReward
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise, refusal

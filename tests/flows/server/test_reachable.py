@@ -26,9 +26,15 @@ from prefect.settings import (
 )
 from websockets.exceptions import InvalidHandshake
 
-from flows.server import reachable, watched
-from flows.server.reachable import require_pools, require_server, server_database, workers_online
-from flows.server.watched import is_not_about_an_unreachable_server, watching_server
+from flows.server import reachable
+from flows.server.reachable import (
+    is_not_about_an_unreachable_server,
+    require_pools,
+    require_server,
+    server_database,
+    watching_server,
+    workers_online,
+)
 from grpo_core.errors import InputError
 from tasks.process import environment
 from tasks.progress import listen
@@ -260,15 +266,15 @@ class Healthy(Quiet):
 
 
 def test_it_is_said_once_when_it_goes_and_once_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched, "_SECONDS_BETWEEN_ASKS", 0.02)
+    monkeypatch.setattr(reachable, "_SECONDS_BETWEEN_ASKS", 0.02)
     heard, asked = ProgressLog(), list[bool]()
-    answers = watched.answers
+    answers = reachable.answers
 
     def ask(url: str) -> bool:
         asked.append(answers(url))
         return asked[-1]
 
-    monkeypatch.setattr(watched, "answers", ask)
+    monkeypatch.setattr(reachable, "answers", ask)
 
     def asks(answer: bool, times: int) -> None:
         before = asked.count(answer)

@@ -21,10 +21,9 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from flows.server import database, temporary
-from flows.server.database import database_settings, keep_template
+from flows.server import temporary
 from flows.server.reachable import server_url
-from flows.server.temporary import ServerLostError, TemporaryServer
+from flows.server.temporary import ServerLostError, TemporaryServer, database_settings, keep_template
 from tasks.progress import listen
 from tests.flows.conftest import Runs, Start, printed_summary, training_process
 from tests.processes import ProgressLog
@@ -296,7 +295,7 @@ def test_another_template_is_not_used_and_replaced(
     if change == "damaged":
         content[100] ^= 1
     if change == "another release":
-        monkeypatch.setattr(database, "_prefix", lambda: "prefect-9.9.9-")
+        monkeypatch.setattr(temporary, "_prefix", lambda: "prefect-9.9.9-")
     kept.write_bytes(content[:-1] if change == "truncated" else content)
     second = tmp_path / "second"
     second.mkdir()

@@ -22,7 +22,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_HOME, temporary_settings
 
 from grpo_core.errors import FailedSamplesError
-from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from grpo_core.rewards.similarity.pairs import SsimReward
 from grpo_core.update.optimizer import PolicyOptimizer
 from tests.flows.conftest import EVALUATED, REPOSITORY, Compare, Runs, Start

@@ -17,7 +17,7 @@ from transformers import CLIPConfig, CLIPModel, CLIPTokenizerFast
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.clip_rewards import LAYERS
-from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.scoring_batch import ScoringBatch
 from tests.grpo_core.rewards.stub import COMMIT, Stub, serve
 
 NETWORK: dict[str, Any] = {

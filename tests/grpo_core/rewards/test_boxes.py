@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor, smart_resize
 
-from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from grpo_core.rewards.text.boxes import (
     BoxIouReward,
     Coordinates,

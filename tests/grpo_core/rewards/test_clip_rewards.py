@@ -20,7 +20,7 @@ from grpo_core.rewards.embedding.clip_rewards import (
     load_clip,
 )
 from grpo_core.rewards.reward import Reward
-from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_head, noise, refused, save_changed
 
 PROMPTS = ("a red heart", "two blue squares", "a red heart", "nothing at all")

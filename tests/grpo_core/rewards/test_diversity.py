@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grpo_core.rewards.embedding.diversity import Distance, DiversityReward, lpips_distance, pixel_distance
-from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from grpo_core.rewards.similarity.lpips import TRUNKS, load_network, perceptual_distance
 from grpo_core.rewards.similarity.tensors import to_tensor
 from grpo_core.rewards.weights import Weights

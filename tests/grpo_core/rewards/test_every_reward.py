@@ -16,7 +16,7 @@ from grpo_core.rewards.image_statistics import JpegReward
 from grpo_core.rewards.model_reward import exact_inference
 from grpo_core.rewards.registry import REWARDS, build_reward, reward_class
 from grpo_core.rewards.reward import Reward, score_samples
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.seeds import file_sha256
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise, refusal

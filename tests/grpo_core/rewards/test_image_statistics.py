@@ -22,7 +22,7 @@ from grpo_core.rewards.image_statistics import (
     laplacian_variance,
 )
 from grpo_core.rewards.reward import Reward, provenance_of
-from grpo_core.rewards.samples import Score
+from grpo_core.rewards.scoring_batch import Score
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refusal
 
 

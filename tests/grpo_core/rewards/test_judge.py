@@ -10,7 +10,7 @@ from PIL import Image
 
 from grpo_core.rewards.judges.judge import RESPONSE_FORMAT, JudgeReward, fence, read_score
 from grpo_core.rewards.reward import provenance_of
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score
 from tests.grpo_core.rewards.conftest import make_batch, make_texts, noise, refusal
 from tests.grpo_core.rewards.stub import QUICK, Asked, Reply, Stub
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torchvision
 
-from grpo_core.rewards.samples import Score
+from grpo_core.rewards.scoring_batch import Score
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
 from grpo_core.rewards.similarity.tensors import to_tensor
 from grpo_core.rewards.weights import Weights

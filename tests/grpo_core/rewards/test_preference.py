@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizerFast
 
 from grpo_core.rewards.embedding.preference import HpsV2Reward, PickScoreReward
-from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from tests.grpo_core.rewards.conftest import SIDE, flat, noise, refused, save_changed
 from tests.grpo_core.rewards.conftest import make_batch as make_image_batch
 

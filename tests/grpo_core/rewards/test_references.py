@@ -10,7 +10,7 @@ from PIL import Image
 from grpo_core.rewards.embedding.clip_rewards import ClipScoreReward, load_clip
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import provenance_of
-from grpo_core.rewards.samples import NOT_APPLICABLE, ScoringBatch
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, ScoringBatch
 from grpo_core.rewards.similarity.pairs import MseReward, PsnrReward, R2Reward, SsimReward
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refusal
 

@@ -10,7 +10,7 @@ from trl.data_utils import apply_chat_template
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.judges.reward_model import RewardModelReward, _sigmoid, load_scorer
-from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.scoring_batch import ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.rollouts.messages import write_messages
 from tests.grpo_core.rewards.conftest import make_texts, refusal

@@ -14,7 +14,7 @@ from skimage.metrics import mean_squared_error as skimage_mse
 from skimage.metrics import structural_similarity as skimage_ssim
 from torch import Tensor
 
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score
 from grpo_core.rewards.similarity.pairs import MseReward, PairReward, PsnrReward, R2Reward, SsimReward
 from grpo_core.rewards.similarity.tensors import structural_similarity
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refusal

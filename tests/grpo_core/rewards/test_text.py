@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rewards.text.rules import AnswerReward, FormatReward, has_elements
 from grpo_core.rollouts.messages import write_messages
 from tests.grpo_core.rewards.conftest import make_texts, refusal

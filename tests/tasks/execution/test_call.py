@@ -256,5 +256,5 @@ def test_other_errors_come_back_by_name_with_their_kind(error: Exception, kind: 
 @pytest.mark.slow
 def test_scoring_processes_need_neither_prefect_nor_a_bucket_client() -> None:
     heavy = "any(each in sys.modules for each in ('botocore', 'prefect'))"
-    program = f"import sys, tasks.rewards.rows; sys.exit({heavy})"
+    program = f"import sys, tasks.rewards.score_rows; sys.exit({heavy})"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

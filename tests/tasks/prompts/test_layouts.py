@@ -21,7 +21,7 @@ from trl.data_utils import apply_chat_template, is_conversational, prepare_multi
 from grpo_core.policies.causal_lm.prompts import encode_prompt, prompt_ids
 from grpo_core.policies.causal_lm.settings import CausalLMSettings, Context
 from grpo_core.rewards.functions.reward import FunctionReward
-from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.scoring_batch import ScoringBatch
 from grpo_core.rollouts.images import SourceImage
 from grpo_core.rollouts.messages import shown_prompt, shown_question
 from tasks.prompts.source_images import SourceColumns

@@ -9,8 +9,7 @@ import polars as pl
 import pytest
 from scipy.stats import spearmanr
 
-from tasks.reports.reward_analysis import analyse
-from tasks.reports.reward_page import analysis_report, findings, render_reward_page
+from tasks.reports.reward_analysis import analyse, analysis_report, findings, render_reward_page
 from tasks.reports.statistics import BINS, Statistics, histogram_of, quantiles_of, rank_agreement, rounded, spread_of
 from tasks.runs.read_run import read_run
 from tasks.runs.reader import RunReader

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_core.rewards.samples import ScoringBatch
+from grpo_core.rewards.scoring_batch import ScoringBatch
 
 TEXTS = [
     "<think>\nI add.\n</think>\nThe sum is \\boxed{3}.",

@@ -13,7 +13,7 @@ from PIL import Image
 
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.reward import score_samples
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score
 from grpo_core.rollouts.messages import write_messages
 from tests.grpo_core.rewards.conftest import flat, make_batch, noise, refusal
 from tests.grpo_core.rewards.functions.conftest import SPY, TEXTS, TOKENS, spied, texts

@@ -16,7 +16,7 @@ from trl.trainer import grpo_trainer
 
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.reward import provenance_of
-from grpo_core.rewards.samples import Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from grpo_core.rollouts.messages import read_messages, write_messages
 from tests.grpo_core.rewards.conftest import refusal
 from tests.grpo_core.rewards.functions.conftest import COLUMNS, texts

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw, ImageFont
 from grpo_core.rewards.ocr import engines as rapidocr_engine
 from grpo_core.rewards.ocr.engines import MODELS, RapidEngine, reads_both_ways
 from grpo_core.rewards.ocr.lines import UNREAD, unread
-from grpo_core.rewards.samples import ScoringError
+from grpo_core.rewards.scoring_batch import ScoringError
 from tests.grpo_core.rewards.conftest import flat, refusal
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, LATIN, draw
 

@@ -9,7 +9,7 @@ from PIL import Image
 from grpo_core.rewards.ocr import engines as tesseract_engine
 from grpo_core.rewards.ocr.engines import TesseractEngine
 from grpo_core.rewards.ocr.lines import Line, in_reading_order, unread
-from grpo_core.rewards.samples import ScoringError
+from grpo_core.rewards.scoring_batch import ScoringError
 from tests.grpo_core.rewards.conftest import flat, refusal
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, draw
 

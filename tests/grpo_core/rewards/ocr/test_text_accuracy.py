@@ -6,7 +6,7 @@ from PIL import Image
 from grpo_core.rewards.ocr.engines import RapidEngine
 from grpo_core.rewards.ocr.text_accuracy import TextAccuracyReward
 from grpo_core.rewards.reward import provenance_of
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringError
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringError
 from tests.grpo_core.rewards.conftest import flat, make_batch, refusal
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, COLOURS, LATIN, draw
 

@@ -14,7 +14,7 @@ import pytest
 from grpo_core import services
 from grpo_core.rewards.remote.http import ask_side_by_side
 from grpo_core.rewards.remote.reward import RemoteReward
-from grpo_core.rewards.samples import ScoringError
+from grpo_core.rewards.scoring_batch import ScoringError
 from grpo_core.services import ServiceError
 from tests.grpo_core.rewards.conftest import refusal, refused
 from tests.grpo_core.rewards.stub import QUICK, Reply, Stub

@@ -7,7 +7,7 @@ import pytest
 
 from grpo_core.rewards.remote.reward import RemoteReward
 from grpo_core.rewards.reward import provenance_of, score_samples
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch
 from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise, refusal
 from tests.grpo_core.rewards.stub import QUICK, Asked, Reply, Stub
 

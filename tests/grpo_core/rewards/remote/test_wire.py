@@ -14,7 +14,7 @@ from PIL import Image, PngImagePlugin
 from pydantic import ValidationError
 
 from grpo_core.rewards.remote import wire
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch
 from tests.grpo_core.rewards.conftest import make_batch, make_texts, noise, refusal
 
 

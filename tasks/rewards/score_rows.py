@@ -22,7 +22,7 @@ from configs.scoring import RewardSection
 from grpo_core.errors import InputError
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward, score_samples
-from grpo_core.rewards.samples import NOT_APPLICABLE, Score, ScoringBatch
+from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch
 from grpo_core.rollouts.images import decode_stored
 from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
