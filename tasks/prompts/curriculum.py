@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -144,10 +145,10 @@ def _in_passes(sets: Sequence[PromptSet], places: Sequence[tuple[int, int]], see
     return tuple(prompts)
 
 
-def _raw(seed: int, size: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+def _raw(seed: int, size: int, *, after: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     # numpy guarantees that the raw stream of a bit generator is stable, but not that of Generator (NEP 19):
     # raw 64-bit keys give the same order on every platform and in every numpy release.
-    return np.random.PCG64(np.random.SeedSequence(seed)).random_raw(size)
+    return np.random.PCG64(np.random.SeedSequence(seed)).advance(after).random_raw(size)
 
 
 def _sampled(weights: Sequence[float], late: Sequence[bool], count: int, seed: int) -> list[int]:
@@ -172,11 +173,22 @@ def choose_sets(weights: Sequence[float], *, seed: int, first: int, count: int) 
     """
     if len(weights) == 1:
         return tuple((0, place) for place in range(first, first + count))
-    uniform = (_raw(derive_seed(seed, "sets"), first + count) >> np.uint64(11)) * 2.0**-53
+    latest = _latest(tuple(weights), seed)
+    start, before = latest[0] if latest[0][0] <= first else (0, (0,) * len(weights))
+    uniform = (_raw(derive_seed(seed, "sets"), first + count - start, after=start) >> np.uint64(11)) * 2.0**-53
     # The last bound is left out: rounded sums must not leave a gap below 1.
     chosen = np.searchsorted(np.cumsum(weights)[:-1] / math.fsum(weights), uniform, side="right")
-    served = np.zeros(first + count, dtype=np.int64)
-    for index in range(len(weights)):
+    served, totals = np.zeros(len(chosen), dtype=np.int64), []
+    for index, earlier in enumerate(before):
         own = chosen == index
-        served[own] = np.arange(np.count_nonzero(own))
-    return tuple(zip(chosen[first:].tolist(), served[first:].tolist(), strict=True))
+        totals.append(earlier + int(np.count_nonzero(own)))
+        served[own] = np.arange(earlier, totals[-1])
+    latest[0] = first + count, tuple(totals)
+    wanted = slice(first - start, None)
+    return tuple(zip(chosen[wanted].tolist(), served[wanted].tolist(), strict=True))
+
+
+@lru_cache(maxsize=8)
+def _latest(weights: tuple[float, ...], seed: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Keep the last place that was asked for, and how often each set was chosen before it: iterations follow it."""
+    return [(0, (0,) * len(weights))]

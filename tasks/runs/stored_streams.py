@@ -124,12 +124,17 @@ def _support(table: pl.DataFrame, ids: Tensor) -> TokenSupport | None:
 
 def _mapped_support_ids(files: Sequence[Path], kept: pl.Series, folder: Path) -> Int[Tensor, " entries"]:
     """Write the support ids of the kept rows to one file, in their order, and map it into memory."""
-    path = folder / "support_ids"
+    path, wanted = folder / "support_ids", kept.to_arrow()
     with path.open("wb") as output:
         for file in files:
-            for batch in pq.ParquetFile(file).iter_batches(batch_size=16, columns=["sample_id", "support_ids"]):
-                rows = batch.filter(pc.is_in(batch["sample_id"], kept.to_arrow()))
+            stored = pq.ParquetFile(file)
+            # Once a file: a search makes a table of all that it looks for.
+            chosen = pc.is_in(stored.read(["sample_id"])["sample_id"].combine_chunks(), wanted)
+            start = 0
+            for batch in stored.iter_batches(batch_size=16, columns=["support_ids"]):
+                rows = batch.filter(chosen.slice(start, len(batch)))
                 output.write(rows["support_ids"].flatten().to_numpy(zero_copy_only=False).tobytes())
+                start += len(batch)
     entries = path.stat().st_size // torch.int32.itemsize
     return torch.from_file(str(path), size=entries, dtype=torch.int32) if entries else torch.zeros(0, dtype=torch.int32)
 

@@ -64,7 +64,7 @@ class TableWriter:
 
     def _write_row_group(self) -> None:
         if self._waiting:
-            table = pa.concat_tables(self._waiting)
+            table = pa.concat_tables(self._waiting).combine_chunks()
             self._writer.write_table(table, row_group_size=max(1, table.num_rows))
         self._waiting, self._waiting_bytes = [], 0
 

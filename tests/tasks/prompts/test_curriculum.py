@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.sections import CurriculumSection
+from tasks.prompts import curriculum
 from tasks.prompts.curriculum import (
     DrawnPrompt,
     PromptSet,
@@ -38,6 +39,20 @@ class TestChooseSets:
         for chosen, before in stream:
             assert before == served[chosen]
             served[chosen] += 1
+
+    def test_an_iteration_draws_its_own_places_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real, drawn = curriculum._raw, list[int]()
+
+        def counted(seed: int, size: int, **after: int) -> Any:
+            drawn.append(size)
+            return real(seed, size, **after)
+
+        monkeypatch.setattr(curriculum, "_raw", counted)
+        parts = [choose_sets([0.7, 0.3], seed=11, first=100 * number, count=100) for number in range(50)]
+        assert sum(drawn) == 50 * 100
+        # One that continues from the middle, in a process of its own, counts those before once.
+        curriculum._latest.cache_clear()
+        assert choose_sets([0.7, 0.3], seed=11, first=4900, count=100) == parts[-1]
 
     def test_does_not_change_between_releases(self) -> None:
         # raw = numpy.random.PCG64(numpy.random.SeedSequence(derive_seed(7, "sets"))).random_raw(12), and of each

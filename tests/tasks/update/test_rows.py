@@ -3,16 +3,23 @@
 from pathlib import Path
 from typing import Any
 
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 
 from configs.placement import PlacementSection
 from configs.sections import LoraSection
 from configs.training import ParitySection
 from grpo_core.policies.protocol import policy_family
+from grpo_core.rollouts.actions import TokenBatch
 from grpo_core.rollouts.records import TrainingRows
 from grpo_core.rollouts.streams import Stream
 from tasks.execution.resources import resource, run_resources
 from tasks.models.resident import ResidentPolicy
+from tasks.runs.layout import PART_FILE
+from tasks.runs.stored_streams import read_tokens
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.schemas import ADVANTAGES, IMAGE_ROLLOUTS
@@ -154,3 +161,37 @@ def test_another_attention_passes_the_gate(modality: Modality, store: ArtifactSt
         for name, module in policy.components["tokens"].trained.model.named_modules()
         if name.endswith("self_attn")
     } == {"eager"}
+
+
+def test_the_support_of_kept_rows_is_found_in_one_search_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, searches, real = [f"s{number:03d}" for number in range(100)], list[int](), pc.is_in
+
+    def counted(values: Any, wanted: Any) -> Any:
+        searches.append(len(values))
+        return real(values, wanted)
+
+    monkeypatch.setattr(pc, "is_in", counted)
+    # The support of the token of row 7 is 7 and 8.
+    rows = {
+        "sample_id": names,
+        "prompt": ["a cup"] * 100,
+        "token_ids": [[number] for number in range(100)],
+        "rollout_logprobs": [[-1.0]] * 100,
+        "loss_mask": [[True]] * 100,
+        "support_ids": [[number, number + 1] for number in range(100)],
+        "support_counts": [[2]] * 100,
+        "finished": [True] * 100,
+        "temperature": [1.0] * 100,
+    }
+    table = pa.table(rows, schema=pa.schema([(name, IMAGE_ROLLOUTS.field(name).type) for name in rows]))
+    for part, start in enumerate((0, 60)):
+        pq.write_table(table.slice(start, 60), tmp_path / PART_FILE.format(part), row_group_size=25)
+    kept = pl.DataFrame(table).filter(pl.col("sample_id").is_in([*names[5:40], *names[58:63], names[99]]))
+    read = read_tokens(kept.drop("support_ids"), [tmp_path], tmp_path, 1).actions
+    assert isinstance(read, TokenBatch)
+    assert read.support is not None
+    chosen = [*range(5, 40), *range(58, 63), 99]
+    assert read.support.ids.tolist() == [each for number in chosen for each in (number, number + 1)]
+    assert searches == [60, 40]
