@@ -148,6 +148,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
                 arguments["latents"] = self._rounded(self.start_latents(arguments))
             with exchanged_scheduler(self.pipeline, scheduler):
                 levels = self.pipeline(**arguments, output_type="np").images
+        scheduler.require_sound()
         return levels, self._sampled(rows, size, scheduler)
 
     def start_latents(self, arguments: Mapping[str, Any]) -> Float[Tensor, "rows ..."]:

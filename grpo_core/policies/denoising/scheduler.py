@@ -15,7 +15,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
     FlowMatchEulerDiscreteScheduler,
     FlowMatchEulerDiscreteSchedulerOutput,
 )
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
@@ -172,11 +172,15 @@ class NoisyScheduler(WindowScheduler):
         self.generators = [make_generator(seed) for seed in step_seeds]
         self.states: list[Tensor] = []
         self.logprobs: list[Float[Tensor, " rows"]] = []
+        # Read after the last step: a GPU would run dry while the host waits after each.
+        self._finite: dict[int, Bool[Tensor, " rows"]] = {}
+        self._is_rounded: Bool[Tensor, ""] | None = None
         return self
 
     def _following(self, velocity: Tensor, timestep: Tensor, latents: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.step_index is None:
-            self._init_step_index(timestep)
+            # Its place among the timesteps would be read from the device, and the first one is the first.
+            self._step_index = self.begin_index or 0
         index: int = self.step_index
         if index in self.window:
             following = self._noisy_step(index, velocity, latents)
@@ -184,7 +188,7 @@ class NoisyScheduler(WindowScheduler):
             return following
         own_step = FlowMatchEulerDiscreteScheduler.step
         following = own_step(self, velocity, timestep, latents, *args, return_dict=False, **kwargs)[0]
-        self._require_finite(following, index)
+        self._look_at(following, index)
         if index == self.window.start - 1:
             self.states.append(following.to(stored_dtype(following.dtype)))
             following = self.states[0].to(following.dtype)
@@ -194,26 +198,32 @@ class NoisyScheduler(WindowScheduler):
         stored = stored_dtype(velocity.dtype)
         if index == 0:
             self.states.append(latents.to(stored))
-        if not self.logprobs and not torch.equal(self.states[0].to(latents.dtype), latents):
-            raise RuntimeError("the latents before the window were not rounded to the dtype they are stored in")
+        if not self.logprobs:
+            self._is_rounded = (self.states[0].to(latents.dtype) == latents).all()
         moved = self._transition(index, latents, velocity)
         drawn = [torch.randn(moved.mean.shape[1:], generator=generator) for generator in self.generators]
         # The pipeline continues from the rounded latents, and it is these that are scored.
         following = (moved.mean + moved.std * torch.stack(drawn).to(moved.mean)).to(stored)
-        self._require_finite(following, index)
+        self._look_at(following, index)
         self.states.append(following)
         self.logprobs.append(step_logprob(following.to(moved.mean.dtype), moved, self.settings.logprob_reduction))
         return following.to(velocity.dtype)
 
-    def _require_finite(self, latents: Tensor, index: int) -> None:
-        finite = torch.isfinite(latents).flatten(1).all(1).tolist()
-        broken = [sample for sample, good in zip(self.sample_ids, finite, strict=True) if not good]
-        if broken:
-            hint = (
-                f"Step {index + 1} of {self.num_inference_steps} gave them. The weights are damaged, or the arithmetic "
-                "overflows: use float32 or bfloat16."
-            )
-            raise NonFiniteError("latent", broken, hint)
+    def _look_at(self, latents: Tensor, index: int) -> None:
+        self._finite[index] = torch.isfinite(latents).flatten(1).all(1)
+
+    def require_sound(self) -> None:
+        """Read what was seen on the way: NonFiniteError names the samples and the first step of broken latents."""
+        finite = dict(zip(self._finite, torch.stack([*self._finite.values()]).tolist(), strict=True))
+        for index, rows in finite.items():
+            if broken := [sample for sample, good in zip(self.sample_ids, rows, strict=True) if not good]:
+                hint = (
+                    f"Step {index + 1} of {self.num_inference_steps} gave them. The weights are damaged, or the "
+                    "arithmetic overflows: use float32 or bfloat16."
+                )
+                raise NonFiniteError("latent", broken, hint)
+        if self._is_rounded is not None and not self._is_rounded:
+            raise RuntimeError("the latents before the window were not rounded to the dtype they are stored in")
 
 
 class PartialScheduler(WindowScheduler):

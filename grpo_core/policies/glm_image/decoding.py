@@ -1,8 +1,8 @@
 """The diffusion decoder: the image that a draft's large grid describes, and its noisy denoising steps."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from grpo_core.errors import InputError
 from grpo_core.policies.denoising.component import DenoisingComponent
+from grpo_core.policies.encoded_prompts import RecentlyUsed
 from grpo_core.policies.glm_image.loading import pixel_unit
 from grpo_core.policies.glm_image.settings import DECODER, TEXT_ENCODER, GlmImageSettings, TokenGrids, token_grids
 from grpo_core.policies.glm_image.sources import SOURCE_ARGUMENTS, SourceEncoder, shared_by_rows
@@ -28,6 +29,10 @@ def require_fit(tokens: TokenBatch, grids: TokenGrids, size: ImageSize) -> None:
     longest = int((tokens.loss_mask * places).amax()) if tokens.loss_mask.numel() else 0
     if longest > grids.tokens:
         raise InputError("token_ids", longest, f"A {size} image has {grids.tokens} tokens.")
+
+
+_GLYPH_BYTES = 64 * 1024**2
+"""On the device, for embeddings of glyphs."""
 
 
 class GlmImageDecoder(DenoisingComponent):
@@ -49,6 +54,7 @@ class GlmImageDecoder(DenoisingComponent):
     ) -> None:
         super().__init__(pipeline, settings, trained, autocast=autocast, offload=offload)
         self.sources = sources or SourceEncoder(pipeline, offload)
+        self._glyphs, self._encode_glyphs = RecentlyUsed[Tensor](_GLYPH_BYTES), pipeline._get_glyph_embeds
 
     def prepare_for_update(self, actions: DenoisingBatch | None = None) -> None:
         """Enter the mode for gradients; source images are encoded by the token model before the first pass."""
@@ -71,15 +77,14 @@ class GlmImageDecoder(DenoisingComponent):
     ) -> Mapping[str, Any]:
         """Return the arguments of the pipeline's call for rows of one prompt."""
         assert drafts is not None, "an image is made of tokens"
-        grids, device = token_grids(size, pixel_unit(self.pipeline)), self.pipeline.transformer.device
+        grids = token_grids(size, pixel_unit(self.pipeline))
+        device, dtype = self.pipeline.transformer.device, self.pipeline.dtype
         if sources:
             grids = grids.of_edit
         require_fit(drafts, grids, size)
         token_ids, loss_mask = _fitted(drafts.token_ids, grids), _fitted(drafts.loss_mask, grids)
-        # Of one row: the encoder's last bits depend on the number of rows.
-        glyphs, _ = self.pipeline.encode_prompt(prompts[0], False, device=device, dtype=self.pipeline.dtype)
         return {
-            "prompt_embeds": glyphs.expand(len(prompts), -1, -1),
+            "prompt_embeds": self._glyph_embeds(prompts[0], device=device, dtype=dtype).expand(len(prompts), -1, -1),
             "prior_token_ids": large_grid_ids(token_ids, loss_mask, grids).to(device),
             "height": size.height,
             "width": size.width,
@@ -91,9 +96,29 @@ class GlmImageDecoder(DenoisingComponent):
         """Return the latents that the pipeline would start from, which do not depend on source images."""
         return super().start_latents({name: arguments[name] for name in arguments if name not in SOURCE_ARGUMENTS})
 
-    def calling(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Let rows share the keys and values of their source images."""
-        return shared_by_rows(self.pipeline.transformer) if "image" in arguments else nullcontext()
+    @contextmanager
+    def calling(self, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Let rows share the embeddings of the negative prompt, and the keys and values of their source images."""
+
+        def shared(prompts: Sequence[str], *args: Any, **kwargs: Any) -> Float[Tensor, "rows length dim"]:
+            return self._glyph_embeds(prompts[0], *args, **kwargs).repeat(len(prompts), 1, 1)
+
+        own: Any = self.pipeline
+        own._get_glyph_embeds = shared
+        try:
+            with shared_by_rows(self.pipeline.transformer) if "image" in arguments else nullcontext():
+                yield
+        finally:
+            del own._get_glyph_embeds
+
+    @torch.no_grad()
+    def _glyph_embeds(self, prompt: str, *args: Any, **kwargs: Any) -> Float[Tensor, "1 length dim"]:
+        """Return the embeddings of a prompt's glyphs; those of the same texts are made once and kept."""
+        (texts,) = self.pipeline.get_glyph_texts(prompt)
+        # An image's own prompt is encoded outside the pipeline's call, and so without its autocast.
+        key = (*texts, torch.is_autocast_enabled(self._device.type))
+        # Of one row: the encoder's last bits depend on the number of rows.
+        return self._glyphs.get(key, lambda: self._encode_glyphs([prompt], *args, **kwargs))
 
 
 def _fitted(values: Shaped[Tensor, "rows time"], grids: TokenGrids) -> Shaped[Tensor, "rows full"]:

@@ -6,12 +6,12 @@ The glyph encoder's is not published: it is google/byt5-small's encoder (Xue et 
 decoder's `text_embed_dim` and the size of the released file.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
 from diffusers import GlmImagePipeline
-from torch import nn
+from torch import Tensor, nn
 from transformers import GlmImageProcessor
 
 from grpo_core.errors import InputError, raise_all
@@ -93,6 +93,7 @@ def load_pipeline(model: str, **options: Any) -> GlmImagePipeline:
             model, processor=None, use_safetensors=True, trust_remote_code=False, **arguments
         )
         pipeline.register_modules(processor=UnitProcessor.from_pretrained(model, subfolder="processor"))
+        keep_rotary_tables(pipeline.transformer.rope)
         if pipeline.processor.unit != (unit := pixel_unit(pipeline)):
             hint = f'Its tokens have {unit} pixels; write "unit": {unit} into processor/processor_config.json.'
             raise InputError("policy.model", model, hint)
@@ -101,6 +102,23 @@ def load_pipeline(model: str, **options: Any) -> GlmImagePipeline:
     options = {"left_alone": left_alone, **options}
     pipeline: GlmImagePipeline = pipeline_loading.load_pipeline(model, read, PARTS, configs_folder(model), **options)
     return pipeline
+
+
+def keep_rotary_tables(rope: Any) -> None:
+    """Have the decoder's rotary embedding make the table of a size once, and keep it on the device of the latents.
+
+    diffusers 0.42 makes it on the CPU in every pass, from where each layer moves it for queries and keys.
+    """
+    make, tables = rope.forward, dict[Hashable, tuple[Tensor, Tensor]]()
+
+    def forward(latents: Tensor) -> tuple[Tensor, Tensor]:
+        key = latents.shape[-2:], latents.device
+        if key not in tables:
+            cosines, sines = make(latents)
+            tables[key] = cosines.to(latents.device), sines.to(latents.device)
+        return tables[key]
+
+    rope.forward = forward
 
 
 def refuse_unusable_prompts(model: str, settings: GlmImageSettings, prompts: Sequence[str]) -> None:

@@ -147,8 +147,9 @@ def test_latents_that_were_not_rounded_before_the_window_are_an_error() -> None:
     scheduler = NoisyScheduler.like(made.pipeline.scheduler, made.settings).begin(0, [1], ["s"])
     scheduler.set_timesteps(6)
     latents = torch.full((1, 4, 2, 2), 1 / 3)
+    scheduler.step(latents, scheduler.timesteps[0], latents)
     with pytest.raises(RuntimeError, match="rounded"):
-        scheduler.step(latents, scheduler.timesteps[0], latents)
+        scheduler.require_sound()
 
 
 STEPS = 6

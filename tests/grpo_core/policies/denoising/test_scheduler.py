@@ -10,8 +10,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 from torch.distributions import Independent, Normal, kl_divergence
 
-from grpo_core.errors import InputError
-from grpo_core.policies.denoising.scheduler import NoiseSchedule, step_kl, step_logprob, transition
+from grpo_core.errors import InputError, NonFiniteError
+from grpo_core.policies.denoising.scheduler import NoiseSchedule, NoisyScheduler, step_kl, step_logprob, transition
 from grpo_core.policies.denoising.settings import DenoisingSettings, SdeType
 from grpo_core.settings import check_fields
 
@@ -173,3 +173,34 @@ def test_the_gradient_of_a_log_prob_takes_the_latents_as_given() -> None:
     # d log N / d mean = (x - mean) / std^2 = noise / std; d mean / d v is one number for the step.
     slope = (-0.15) * (1 + 0.49 * (0.9 / 0.1) * 0.1 / (2 * 0.9))
     torch.testing.assert_close(gradient, drawn(2) / float(step.std.detach()) * slope, rtol=1e-12, atol=1e-14)
+
+
+def noisy(window: int) -> DenoisingSettings:
+    return DenoisingSettings(num_inference_steps=4, guidance_scale=1.0, sde_window_size=window)
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_the_host_reads_nothing_between_the_steps(start: int) -> None:
+    """On the meta device no value can be read."""
+    scheduler = NoisyScheduler.like(FlowMatchEulerDiscreteScheduler(), noisy(2))
+    scheduler.begin(start, [1, 2], ["a", "b"]).set_timesteps(4, device="meta")
+    latents = torch.zeros(2, 4, 8, 8, device="meta")
+    for timestep in scheduler.timesteps:
+        latents = scheduler.step(latents, timestep, latents, return_dict=False)[0]
+    assert len(scheduler.logprobs) == 2
+    with pytest.raises(NotImplementedError, match="meta"):
+        scheduler.require_sound()
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_the_first_step_with_broken_latents_is_named(window: int) -> None:
+    scheduler = NoisyScheduler.like(FlowMatchEulerDiscreteScheduler(), noisy(window))
+    scheduler.begin(1, [1, 2], ["a", "b"]).set_timesteps(4)
+    latents = torch.zeros(2, 4, 8, 8, dtype=torch.float16).float()
+    for index, timestep in enumerate(scheduler.timesteps):
+        velocity = torch.zeros_like(latents)
+        velocity[1, 0, 0, 0] = math.nan if index >= 2 else 0.0
+        latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+    with pytest.raises(NonFiniteError, match=r"Step 3 of 4") as caught:
+        scheduler.require_sound()
+    assert caught.value.sample_ids == ("b",)

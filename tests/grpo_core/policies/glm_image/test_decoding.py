@@ -89,6 +89,36 @@ def test_a_row_is_decoded_alike_alone_and_in_its_group(
         assert farthest(alone, together[row]) <= 1
 
 
+def test_glyphs_of_the_same_texts_are_encoded_once(shipped_pipeline: GlmImagePipeline) -> None:
+    """With guidance the empty negative prompt is encoded too, for each row and pass."""
+    settings = GlmImageSettings(height=64, width=64, num_inference_steps=2, guidance_scale=1.5, sde_window_size=1)
+    decoder = GlmImageDecoder(shipped_pipeline, settings, FrozenModel(shipped_pipeline.transformer))
+    runs: list[int] = []
+    hook = shipped_pipeline.text_encoder.register_forward_hook(lambda *_: runs.append(1))
+    try:
+        for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[2]):
+            request = GroupRequest(prompt, ("a", "b"), (0, 1), (1, 2), (3, 4), window_start=1)
+            tokens = batch_of([prompt] * 2, TOKENS[:2, :1].expand(-1, token_grids(settings.size, 8).tokens))
+            (drawn,) = decoder.sample([request], tokens, size=settings.size, rows_per_call=2)
+            assert drawn.sampled is not None
+            scored = decoder.logprobs(drawn.sampled.actions, entropy="none")
+            assert torch.equal(scored.logprobs, drawn.sampled.rollout_logprobs)
+    finally:
+        hook.remove()
+    # No text in two of the prompts and in the negative one, "OPEN" in the third.
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("size", [(8, 8), (8, 16)])
+def test_the_decoders_rotary_table_is_diffusers_own_and_made_once(
+    shipped_pipeline: GlmImagePipeline, size: tuple[int, int]
+) -> None:
+    rope, latents = shipped_pipeline.transformer.rope, torch.zeros(2, 16, *size)
+    first, again = rope(latents), rope(latents)
+    assert all(one is two for one, two in zip(first, again, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(first, type(rope).forward(rope, latents), strict=True))
+
+
 # --- through the policy
 
 
