@@ -1,4 +1,4 @@
-"""The checkout and its pages, its user's cache, pauses of collection; child processes, and how they end."""
+"""The checkout and its pages, its user's cache, pauses of collection, threads; child processes, and how they end."""
 
 import contextlib
 import gc
@@ -6,11 +6,16 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 _PAGE = re.compile(r"(?<![\w/])docs/\w+\.md\b")
@@ -66,6 +71,21 @@ def collection_paused() -> Iterator[None]:
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
+
+
+_THREADS = 16
+
+
+def map_in_threads(function: Callable[[T], R], values: Sequence[T]) -> list[R]:
+    """Call a function that waits for files with each value, several at once; results, and the first error, in order."""
+    if len(values) < 2:
+        return [function(each) for each in values]
+    with ThreadPoolExecutor(min(len(values), _THREADS), thread_name_prefix="files") as threads:
+        calls = [threads.submit(copy_context().run, function, each) for each in values]
+        try:
+            return [each.result() for each in calls]
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def exit_code(child: subprocess.Popen[Any]) -> int | None:

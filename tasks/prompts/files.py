@@ -37,7 +37,8 @@ class InputFile:
 
     def read(self) -> bytes:
         """Return the content, decompressed if the name ends in ``.gz``."""
-        with self._readable():
+        # Of a file elsewhere, which is no device, nothing is asked before: each question takes as long as the file.
+        with self._readable() if is_local(self.filesystem) else self._found():
             content = bytes(self.filesystem.cat_file(self.path))
             return gzip.decompress(content) if self.path.lower().endswith(".gz") else content
 
@@ -51,14 +52,26 @@ class InputFile:
     def _readable(self) -> Iterator[None]:
         """Refuse a folder or device in the place of a file, and turn the errors of the file system into InputError."""
         with _reported(self.uri, self.place, self.filesystem, self.path):
-            if self.filesystem.isdir(self.path):
-                names = nearest_names("", _file_names(self.filesystem, self.path))
-                hint = f"This is a folder. Name one file{' in it: ' + names if names else ''}."
-                raise InputError(self.place, self.uri, hint)
+            self._refuse_folder()
             if self.filesystem.exists(self.path) and not self.filesystem.isfile(self.path):
                 # A link may lead to a pipe that blocks forever, or to an endless device.
                 raise InputError(self.place, self.uri, "This is a pipe, a socket or a device. Name a file.")
             yield
+
+    @contextmanager
+    def _found(self) -> Iterator[None]:
+        with _reported(self.uri, self.place, self.filesystem, self.path):
+            try:
+                yield
+            except (FileNotFoundError, IsADirectoryError):
+                self._refuse_folder()
+                raise
+
+    def _refuse_folder(self) -> None:
+        if self.filesystem.isdir(self.path):
+            names = nearest_names("", _file_names(self.filesystem, self.path))
+            hint = f"This is a folder. Name one file{' in it: ' + names if names else ''}."
+            raise InputError(self.place, self.uri, hint)
 
 
 def find_files(uri: str, *, place: str, endings: Collection[str]) -> tuple[InputFile, ...]:

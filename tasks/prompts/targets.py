@@ -14,6 +14,7 @@ from PIL import Image
 from grpo_core.errors import InputError
 from grpo_core.rollouts.images import open_image, require_aspect, to_rgb
 from grpo_core.rollouts.streams import ImageSize
+from tasks.process import map_in_threads
 from tasks.prompts.files import find_input, join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts.images import IMAGE_ENDINGS, complete_image, name_inside, upright_size
 from tasks.prompts.read import Prompt
@@ -110,14 +111,16 @@ def pair_targets(
     else:
         return (None,) * len(prompts)
     parent = base if folder is None else folder
-    known: dict[tuple[str, tuple[int, int] | None], TargetReference] = {}
-    paired: list[TargetReference | None] = []
-    for row, (prompt, name) in enumerate(zip(prompts, names, strict=True), start=1):
-        size = sizes[row - 1] if sizes else None
-        if name is not None and (name, size) not in known:
-            known[name, size] = _refer(join_uri(parent, name), _place(prompt, row), size)
-        paired.append(None if name is None else known[name, size])
-    return tuple(paired)
+    keys = [(name, sizes[row] if sizes else None) for row, name in enumerate(names)]
+    first = dict(reversed(list(zip(keys, enumerate(prompts, start=1), strict=True))))
+    distinct = [key for key in dict.fromkeys(keys) if key[0] is not None]
+
+    def refer(key: tuple[str | None, tuple[int, int] | None]) -> TargetReference:
+        (name, size), (row, prompt) = key, first[key]
+        return _refer(join_uri(parent, str(name)), _place(prompt, row), size)
+
+    known = dict(zip(distinct, map_in_threads(refer, distinct), strict=True))
+    return tuple(known.get(key) for key in keys)
 
 
 def find_target(uri: str, stores: Sequence["ArtifactStore"], folders: Sequence[str] = ()) -> str | None:

@@ -28,6 +28,7 @@ from tasks.execution.child_main import child_command
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.errors import LostStageError
 from tasks.execution.resources import resource
+from tasks.process import map_in_threads
 from tasks.progress import listener
 from tasks.prompts.targets import TargetReference, find_target, load_target
 from tasks.runs.layout import IMAGES, PARTS
@@ -192,13 +193,12 @@ def _source_images(rows: Sequence[Row]) -> list[list[Image.Image]]:
 
 
 def _images(rows: Sequence[Row]) -> dict[str, Any]:
-    targets: dict[str, Image.Image] = {}
     for row in rows:
         if row["image"] is None:
             raise InputError(f"sample {row['sample_id']}", "no image", _PRUNED)
-        uri = row["target_uri"]
-        if uri is not None and uri not in targets:
-            targets[uri] = load_target(TargetReference(uri, row["target_sha256"]))
+    named = [(row["target_uri"], row["target_sha256"]) for row in rows if row["target_uri"] is not None]
+    references = [TargetReference(*each) for each in dict.fromkeys(named)]
+    targets = {each.uri: image for each, image in zip(references, map_in_threads(load_target, references), strict=True)}
     return {
         # Decoded here, so that its time counts for the batch.
         "images": [decode_stored(row["image"]["bytes"], row["sample_id"]) for row in rows],

@@ -7,12 +7,11 @@ the rows of the rollouts.
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from grpo_core.errors import InputError
 from grpo_core.rollouts.images import SourceImage
+from tasks.process import map_in_threads
 from tasks.progress import log
 from tasks.runs.layout import source_file
 from tasks.storage.artifacts.store import ArtifactStore
@@ -26,14 +25,15 @@ if TYPE_CHECKING:
     from tasks.prompts.source_images import SourceReference
 
 
-_THREADS = 16
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def read_sources(store: ArtifactStore, wanted: Mapping[str, str], runs: Iterable[str] = ()) -> dict[str, SourceImage]:
     """Read stored images by digest from any of these runs, verified; InputError names who has a missing one."""
     places = list(dict.fromkeys([store.run, *runs]))
-    return {digest: SourceImage(digest, _read(store, digest, where, places)) for digest, where in wanted.items()}
+    # Files of a bucket take long one after another.
+    contents = map_in_threads(lambda named: _read(store, *named, places), list(wanted.items()))
+    return {digest: SourceImage(digest, content) for digest, content in zip(wanted, contents, strict=True)}
 
 
 def _read(store: ArtifactStore, digest: str, where: str, runs: Sequence[str]) -> bytes:
@@ -87,7 +87,8 @@ def store_sources(
     """
     wanted = {digest: where for digest, where in named.items() if digest not in known}
 
-    def ensure(digest: str, where: str) -> None:
+    def ensure(named: tuple[str, str]) -> None:
+        digest, where = named
         content = store.read_file(source_file(digest))
         if content is not None and sha256_of(content) == digest:
             return
@@ -102,10 +103,5 @@ def store_sources(
         SourceImage(digest, content).open(reference.place)
         store.write_file(source_file(digest), content)
 
-    if wanted:
-        # Files of a bucket take long one after another.
-        with ThreadPoolExecutor(min(len(wanted), _THREADS)) as pool:
-            done = [pool.submit(copy_context().run, ensure, digest, where) for digest, where in wanted.items()]
-            for each in done:
-                each.result()
+    map_in_threads(ensure, list(wanted.items()))
     known.update(wanted)

@@ -4,12 +4,14 @@ import hashlib
 import io
 import random
 import struct
+import threading
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
@@ -185,6 +187,41 @@ def test_a_folder_behind_a_url() -> None:
     assert "prompt id2 (row 2)" in error.place
     assert shades(pair_targets(prompts("0.bmp"), folder="memory://targets-url", column="target", base="")) == [40]
     assert shades(pair_targets(prompts("targets-url/0.bmp"), folder="memory://", column="target", base="")) == [40]
+
+
+class CountedFileSystem(MemoryFileSystem):
+    """Counts what it is asked; a file is answered for once as many are asked for at once."""
+
+    protocol = "counted"
+    store: ClassVar[dict[str, Any]] = {}
+    asked: ClassVar[list[str]] = []
+    at_once = threading.Barrier(8)
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("counted://", "memory://")))
+
+    def cat_file(self, path: str, *arguments: Any, **options: Any) -> bytes:
+        self.asked.append(path)
+        self.at_once.wait(timeout=30)
+        return bytes(super().cat_file(path, *arguments, **options))
+
+    def info(self, path: str, **options: Any) -> Any:
+        self.asked.append(f"info {path}")
+        return super().info(path, **options)
+
+
+def test_files_elsewhere_are_asked_for_once_and_several_at_once() -> None:
+    fsspec.register_implementation("counted", CountedFileSystem, clobber=True)
+    fsspec.filesystem("counted").pipe({f"/{shade}.png": png(shade) for shade in range(8)})
+    CountedFileSystem.asked.clear()
+    names = [f"{shade}.png" for shade in (*range(8), 3)]
+    paired = pair_targets(prompts(*names), folder="counted://", column="target", base="")
+    assert [each and each.uri for each in paired] == [f"counted://{name}" for name in names]
+    assert [each and each.sha256 for each in paired] == [
+        hashlib.sha256(png(int(name[0]))).hexdigest() for name in names
+    ]
+    assert sorted(CountedFileSystem.asked) == [f"/{shade}.png" for shade in range(8)]
 
 
 def header_only_png(width: int, height: int) -> bytes:

@@ -1,7 +1,9 @@
 """Images in prompts as a run keeps them: stored once, named by every row, verified, and read by an update."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -119,6 +121,17 @@ class TestReading:
             read_sources(store, {B.digest: "sample s"})
         assert caught.value.place == f"run/{source_file(B.digest)}"
         assert str(caught.value.value).startswith("sha256 ")
+
+    def test_several_are_read_at_once(self, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        store_sources(store, plan().named_sources, REFERENCES, set())
+        real, at_once = ArtifactStore.read_shared, threading.Barrier(2)
+
+        def awaited(*arguments: Any, **options: Any) -> bytes | None:
+            at_once.wait(timeout=30)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(ArtifactStore, "read_shared", awaited)
+        assert read_sources(store, {A.digest: "sample s", B.digest: "sample t"}) == IMAGES
 
     def test_rows_without_images_among_others(self) -> None:
         table = pl.DataFrame({"sources": [[A.digest], [], None, [B.digest, A.digest]]})
