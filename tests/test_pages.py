@@ -1,7 +1,9 @@
-"""The blocks of README.md and docs/: each runs in order and as printed, or names settings that exist."""
+"""Blocks of README.md and docs/ run as printed, settings and links exist, generated pages are fresh; the Makefile."""
 
+import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,8 @@ import yaml
 
 from configs.schema import RunConfig
 from tasks.process import CHECKOUT
-from tests.configs.settings_page import PAGE as SETTINGS
+from tests.configs import settings_page
+from tests.flows import commands_page
 from tests.pages import blocks, pages, prepare, prose, run
 
 
@@ -40,7 +43,7 @@ def test_every_block_runs_in_order(page: Path, after_the_readme: Path, tmp_path:
 def known_keys() -> dict[str, str]:
     """Each key of docs/settings.md as a path, with its type, or the path of a section with the same keys."""
     found, section = {}, ""
-    for line in SETTINGS.read_text(encoding="utf-8").splitlines():
+    for line in settings_page.PAGE.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             section = line.removeprefix("## ")
         elif line.startswith("All keys of `data` but "):
@@ -95,3 +98,32 @@ def test_links_lead_to_pages_sections_and_pictures() -> None:
 def _anchors(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_page_has_every_command_with_every_option() -> None:
+    assert commands_page.PAGE.read_text(encoding="utf-8") == commands_page.page()
+
+
+def test_the_pages_are_fresh() -> None:
+    hint = "run python -m tests.configs.settings_page"
+    assert settings_page.page() in settings_page.PAGE.read_text(encoding="utf-8"), hint
+    assert settings_page.trl_section() in settings_page.TRL_PAGE.read_text(encoding="utf-8"), hint
+
+
+def test_every_section_is_there_and_every_key_has_an_effect() -> None:
+    assert {title.partition(".")[0] for title in settings_page.SECTIONS} == set(RunConfig.model_fields)
+    rows = settings_page.page().splitlines()
+    assert [row for row in rows if row.startswith("- ") and not re.search(r"[`)]: \S", row)] == []
+
+
+@pytest.mark.parametrize(("target", "offline"), [("train", False), ("test", True), ("test-slow", True)])
+def test_only_a_run_of_the_user_may_download(target: str, offline: bool) -> None:
+    command = ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/.installed", target, "CONFIG=mine.yaml"]
+    # `make test` hands its own settings to what it starts.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"
+    }
+    made = subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=True)
+    (line,) = made.stdout.splitlines()
+    assert ("HF_HUB_OFFLINE=1" in line) is offline
+    assert ("grpo train mine.yaml" in line) is not offline

@@ -10,7 +10,7 @@ import yaml
 import configs
 from configs.loader import check_config
 from grpo_core.errors import InputError
-from tests.configs.bases import configured, expected, problems, values_of
+from tests.configs.test_streams import configured, expected, problems, values_of
 
 HELD_OUT = "evaluate={prompts: q.txt, every: 1}"
 OTHER = "reward: jpeg, name: other"

@@ -1,8 +1,10 @@
-"""TRL's names of settings, and the nearest key to one that does not exist."""
+"""What people write: TRL's names of settings, the nearest key, keys of another kind of section, RUN@N."""
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ import yaml
 from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 import configs
-from configs.loader import read_config
-from configs.schema import RunConfig
+from configs.loader import check_config, read_config
+from configs.policy_name import PolicyName
+from configs.schema import ROLLOUTS, RunConfig
+from configs.training import ALGORITHMS
 from configs.trl_names import OTHER_MEANING, TRL_NAMES, options_without_setting, reason_for_none
+from configs.yaml_files import read_mapping
 from grpo_core.errors import InputError
 
 DOCUMENT = Path(configs.__file__).parent.parent / "docs" / "coming_from_trl.md"
@@ -224,3 +229,96 @@ def test_an_unknown_key_proposes_the_nearest_by_its_whole_path(tmp_path: Path, k
     assert f"Did you mean {meant}?" in error.hint
     # The other keys of the section would hide it.
     assert len(error.hint) < 120
+
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+FILES = ("tiny.yaml", "tiny_text.yaml", "tiny_grounding.yaml", "tiny_sd3.yaml", "tiny_sd3_nft.yaml", "tiny_both.yaml")
+KEYS_OF_KIND = {value: set(model.model_fields) for value, model in ROLLOUTS.items()}
+KEYS_OF_ALGORITHM = {value: set(model.model_fields) for value, model in ALGORITHMS["denoising"].items()}
+DENOISING = {"tiny_sd3.yaml": "update", "tiny_sd3_nft.yaml": "update", "tiny_both.yaml": "update.denoising"}
+
+
+def switches() -> Iterator[Any]:
+    """Each shipped file with each other kind of policy and algorithm: which of the file's keys do not fit."""
+    for file, kind in itertools.product(FILES, ROLLOUTS):
+        yield pytest.param(file, "policy.kind", kind, "rollout", KEYS_OF_KIND, id=f"{file}-{kind}")
+    for (file, place), algorithm in itertools.product(DENOISING.items(), KEYS_OF_ALGORITHM):
+        setting = f"{place}.algorithm"
+        yield pytest.param(file, setting, algorithm, place, KEYS_OF_ALGORITHM, id=f"{file}-{algorithm}")
+
+
+def section(values: dict[str, Any], place: str) -> dict[str, Any]:
+    for name in place.split("."):
+        values = values[name]
+    return values
+
+
+@pytest.mark.parametrize(("file", "setting", "value", "place", "keys"), list(switches()))
+def test_keys_that_another_kind_has_are_named_with_what_chooses_it(
+    file: str, setting: str, value: str, place: str, keys: dict[str, set[str]]
+) -> None:
+    path = REPOSITORY / "configs" / file
+    written = section(read_mapping(path, "", example="", keys=""), place)
+    strange = {key for key in written if key not in keys[value] and any(key in each for each in keys.values())}
+    try:
+        read_config(path, [f"{setting}={value}"])
+        found: dict[str, InputError] = {}
+    except InputError as error:
+        found = {each.place: each for each in error.errors}
+    refused = {where: each for where, each in found.items() if "There is no such key with" in each.hint}
+    assert set(refused) == {f"{place}.{key}" for key in strange}
+    for key in strange:
+        hint = refused[f"{place}.{key}"].hint
+        assert f"with {setting} {value}" in hint
+        assert any(other in hint for other, each in keys.items() if key in each)
+        assert refused[f"{place}.{key}"].value == key
+
+
+@pytest.mark.parametrize(
+    ("place", "form"),
+    [
+        ("data.datasets", "datasets: [{prompts: ..., name: ...}]"),
+        ("evaluate.datasets", "datasets: [{prompts: ..., name: ...}]"),
+        ("rewards", "rewards: [{reward: ...}]"),
+        ("guardrails.rewards", "rewards: [{reward: ...}]"),
+    ],
+)
+@pytest.mark.parametrize("written", [{"mine": {"prompts": "a.txt"}}, "a.txt", 3])
+def test_a_list_of_sections_that_is_none_is_shown_an_entry(place: str, form: str, written: object) -> None:
+    values = read_mapping(REPOSITORY / "configs" / "tiny.yaml", "", example="", keys="")
+    *above, last = place.split(".")
+    inside = values
+    for name in above:
+        inside = inside.setdefault(name, {})
+    inside[last] = written
+    with pytest.raises(InputError) as error:
+        check_config(values)
+    assert f"{place}: " in str(error.value)
+    assert form in str(error.value)
+
+
+def test_a_list_of_plain_values_stays_a_plain_list() -> None:
+    with pytest.raises(InputError) as error:
+        read_config(REPOSITORY / "configs" / "tiny.yaml", ["run.trackers=wandb"])
+    assert "a list, as in [a, b]" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "run", "version"),
+    [
+        ("tiny", "tiny", None),
+        ("tiny@0", "tiny", "0"),
+        ("tiny@20", "tiny", "20"),
+        ("tiny@best", "tiny", "best"),
+        ("tiny~1@3", "tiny~1", "3"),
+        ("s3://bucket/runs/tiny@3", "s3://bucket/runs/tiny", "3"),
+        # The folder above has an @ in its name.
+        ("/home/me@work/runs/tiny", "/home/me@work/runs/tiny", None),
+        ("runs@2/tiny@4", "runs@2/tiny", "4"),
+        # What is no version belongs to the run, which there is none of.
+        *((text, text, None) for text in ("tiny@last", "tiny@-1", "tiny@1.5", "tiny@", "@3", "tiny@1234567890")),
+    ],
+)
+def test_what_people_write(text: str, run: str, version: str | None) -> None:
+    assert PolicyName.parse(text) == PolicyName(run, version)

@@ -1,20 +1,30 @@
-"""Trainings with rollouts of a vLLM server: the numbers are those of the policy itself, and faults are refused."""
+"""Rollouts of a vLLM server, of texts and images: numbers are the policy's own, faults are refused, kills survived."""
 
+import contextlib
 import json
 import os
+import random
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 import polars as pl
+import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL
 
+from data.recipes.grounding import SIDE
 from grpo_core.errors import InputError
 from grpo_core.parity import ParityError
 from grpo_core.policies.engines import vllm
 from grpo_core.policies.engines.vllm_server import adapter_name
-from tests.flows.conftest import Runs, Start, flip, refused
-from tests.flows.engines.conftest import RANK, Servers, save_other_adapter, settings
+from tasks.runs.layout import VLLM_LOG
+from tests.flows.conftest import REPOSITORY, TINY_TEXT, Runs, Start, flip, refused
+from tests.flows.engines.conftest import RANK, Servers, save_other_adapter, settings, started_server
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 NEAR = 2e-5
@@ -143,3 +153,126 @@ def test_what_a_server_cannot_do_is_reported_together(empty: Runs, model: Path, 
     # Raw log-probs, a context shorter than prompts and completions, and no adapters.
     url = servers.url(adapters=False, logprobs="raw_logprobs", context=16)
     require_refused(empty, settings(model, {"url": url}), url, count=3)
+
+
+GROUNDING = REPOSITORY / "configs" / "tiny_grounding.yaml"
+HALF = (SIDE // 2) ** 2
+
+
+@pytest.fixture
+def vision_url(servers: Servers, vision_model: Path) -> str:
+    """A server that brings images to a quarter of their pixels."""
+    size = {"shortest_edge": HALF, "longest_edge": HALF}
+    options = ("--enable-scale-out", "--mm-processor-kwargs", json.dumps({"size": size}))
+    return servers.url(*options, model=vision_model)
+
+
+def given(model: Path, url: str, pixels: int) -> dict[str, object]:
+    own: dict[str, object] = {
+        "policy__freeze_vision": True,
+        "rollout__min_pixels": pixels,
+        "rollout__max_pixels": pixels,
+    }
+    # Half of the answers of a model that has just begun to learn: coordinates are 0 to 56.
+    own |= {"rewards": [{"reward": "format", "settings": {"pattern": "[1-3].*"}}]}
+    return {"file": GROUNDING, **settings(model, {"url": url}, rollout__max_completion_length=6, **own)}
+
+
+def test_images_are_read_as_the_policy_reads_them(
+    server: None, empty: Runs, vision_model: Path, vision_url: str, tmp_path: Path
+) -> None:
+    first = empty.start_text(**given(vision_model, vision_url, HALF))
+    for iteration in (1, 2):
+        assert 0 < empty.metrics(iteration, "text")[DIFFERENCE] <= NEAR
+        sampled = rows(empty, iteration)
+        assert set(sampled["engine"]) == {"vllm"}
+        assert sampled["token_ids"].n_unique() > 4
+        assert empty.steps(iteration, "text")["grad_norm"].min() > 0
+    assert set(rows(empty, 2)["engine_adapter"]) == {empty.policy_digest(1, "text")}
+    again = Runs(tmp_path / "again").start_text(**given(vision_model, vision_url, HALF))
+    assert again.summary.policy_digest == first.summary.policy_digest
+
+
+def test_a_server_that_brings_images_to_another_size_is_refused(
+    empty: Runs, vision_model: Path, vision_url: str
+) -> None:
+    require_refused(empty, given(vision_model, vision_url, SIDE**2), vision_url)
+
+
+ANSWERED = '"POST /v1/completions HTTP/1.1" 200'
+SECONDS = 1800.0
+
+
+class Run:
+    """A training process that starts its server."""
+
+    def __init__(self, runs: Runs, given: Mapping[str, object], folder: Path) -> None:
+        self.runs, self._given, self._output = runs, given, folder / "output"
+        self.process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value()), "OMP_NUM_THREADS": "1"}
+        sets = [part for each in self.runs.overrides({}, run__name="text", **self._given) for part in ("--set", each)]
+        command = [sys.executable, "-m", "flows.command_line.main", "train", str(TINY_TEXT), *sets, "--json"]
+        with self._output.open("ab") as output:
+            return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def answers(self) -> int:
+        """How many rows all of its servers have answered so far."""
+        log = self.runs.path(VLLM_LOG, run="text")
+        return log.read_text(errors="replace").count(ANSWERED) if log.exists() else 0
+
+    def servers(self) -> list[psutil.Process]:
+        """The processes of the server that runs now: its guard, the server, its engine and the engine's worker."""
+        children = psutil.Process(self.process.pid).children()
+        guards = [child for child in children if "guard_main" in " ".join(child.cmdline())]
+        return [each for guard in guards for each in (guard, *guard.children(recursive=True))]
+
+    def kill(self, what: str, chance: random.Random) -> None:
+        """Kill the server, or the run, or both, and see that nothing is left of a run that was killed."""
+        servers = self.servers()
+        if what in ("server", "both"):
+            chance.choice(servers).kill()
+        if what in ("run", "both"):
+            self.process.kill()
+            self.process.wait()
+            assert psutil.wait_procs(servers, timeout=60)[1] == []
+            self.process = self._started()
+
+
+def test_kills_at_random_moments_change_nothing(
+    model: Path, servers: Servers, trained: tuple[Runs, Start], tmp_path: Path
+) -> None:
+    golden, first = trained
+    # One server at a time.
+    servers.close()
+    chance = random.Random(int(os.environ.get("CHAOS_SEED", "0")))
+    given = settings(model, started_server("--max-model-len", "128"), run__iterations=3)
+    run = Run(Runs(tmp_path / "runs"), given, tmp_path)
+    try:
+        for what in ("server", "run", "both"):
+            before, least = run.answers(), chance.randint(1, 12)
+            until = time.monotonic() + SECONDS
+            while run.answers() < before + least:
+                assert run.process.poll() is None, run.output
+                assert time.monotonic() < until, run.output
+                time.sleep(0.02)
+            run.kill(what, chance)
+        last: list[psutil.Process] = []
+        while run.process.poll() is None:
+            assert time.monotonic() < until, run.output
+            # At the end it goes between two looks.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                last = run.servers() or last
+            time.sleep(0.5)
+        assert run.process.returncode == 0, run.output
+        assert last
+        assert psutil.wait_procs(last, timeout=60)[1] == []
+    finally:
+        run.process.kill()
+    assert json.loads(run.output.splitlines()[-1])["policy_digest"] == first.summary.policy_digest
+    assert run.runs.tables("text") == golden.tables("text")

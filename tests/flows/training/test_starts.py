@@ -1,27 +1,38 @@
-"""A run that starts from another run's adapter, and one that evaluates a moving average."""
+"""How a run starts: from another run's adapter, with a moving average, and as the only writer of its folder."""
 
+import asyncio
+import contextvars
 import io
 import json
+import os
 import shutil
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import polars as pl
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
+from configs.loader import read_config
+from flows.command_line.main import application
 from flows.evaluation import plan_evaluate
 from flows.requests import EvaluateRequest
+from flows.training import train as training
+from tasks.progress import listen
 from tasks.runs.stored_policies import choose_policy, read_policy
 from tasks.storage.artifacts.store import ArtifactStore
-from tests.flows.conftest import EVALUATED, Runs, refused, training_process
+from tasks.storage.run_lock import LockLostError, locked
+from tests.flows.conftest import EVALUATED, TINY, Compare, Runs, printed_summary, refused, training_process
 from tests.flows.replaying.test_replaying import run_replay
-from tests.flows.rescoring.test_rescore import scored_again
+from tests.flows.rescoring.test_rescore import JPEG, SSIM, scored_again
 from tests.flows.training.test_train import FIRST
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_a_run_starts_from_a_version_of_another(empty: Runs) -> None:
     first = empty.start("first", update__kl_coef=0.1, **EVALUATED)
     adapted = {"policy__lora": None, "update__kl_coef": 0.1, "run__iterations": 1, **EVALUATED}
@@ -39,6 +50,7 @@ def test_a_run_starts_from_a_version_of_another(empty: Runs) -> None:
     assert (error.place, error.value) == ("policy.lora.rank", 8)
 
 
+@pytest.mark.slow
 def test_evaluations_sample_with_the_moving_average_and_rollouts_do_not(empty: Runs) -> None:
     start = empty.start(update__ema=0.5, **EVALUATED)
     store = ArtifactStore(str(empty.root), "run")
@@ -62,6 +74,7 @@ def test_evaluations_sample_with_the_moving_average_and_rollouts_do_not(empty: R
 ADAPTER = {"rank": 8, "alpha": 8.0}
 
 
+@pytest.mark.slow
 def test_weights_go_on_and_the_optimizer_begins_anew(finished: Runs) -> None:
     source = read_policy(ArtifactStore(str(finished.root), "run"), 1)
     begun = finished.start("next", run__continue_from="run@1", run__iterations=1, update__learning_rate=1e-3)
@@ -83,6 +96,7 @@ def test_weights_go_on_and_the_optimizer_begins_anew(finished: Runs) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_without_a_version_it_is_the_last_one_when_the_run_began(finished: Runs) -> None:
     begun = finished.start("next", run__continue_from="run", run__iterations=1)
     finished.start(run__iterations=3)
@@ -92,12 +106,14 @@ def test_without_a_version_it_is_the_last_one_when_the_run_began(finished: Runs)
         assert again.summary.policy_digest == begun.summary.policy_digest
 
 
+@pytest.mark.slow
 def test_another_adapter_is_refused_with_what_the_source_has(finished: Runs) -> None:
     (error,) = refused(lambda: finished.start("next", run__continue_from="run", policy__lora=ADAPTER))
     assert (error.place, error.value["rank"]) == ("policy.lora", 8)
     assert not finished.path("config.yaml", run="next").exists()
 
 
+@pytest.mark.slow
 def test_a_source_that_has_trained_nothing_yet_is_refused(finished: Runs) -> None:
     shutil.copytree(finished.path(), finished.path(run="next"))
     shutil.rmtree(finished.path("policies", run="next"))
@@ -141,6 +157,7 @@ def sizes_of(table: pl.DataFrame) -> set[tuple[str, int, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_run_of_several_sizes_comes_through(server: None, tmp_path: Path) -> None:
     whole, killed = Runs(tmp_path / "whole"), Runs(tmp_path / "killed")
     given = settings(tmp_path)
@@ -176,3 +193,87 @@ def test_a_run_of_several_sizes_comes_through(server: None, tmp_path: Path) -> N
         digests.add(run_replay(runs, name="other", advantages="other")[0].policy_digest)
     assert len(digests) == 1
     assert killed.tables() == whole.tables()
+
+
+@contextmanager
+def held(runs: Runs, place: str = "") -> Iterator[None]:
+    with locked(ArtifactStore(str(runs.root), "run"), place, setting="run.name", value="run"):
+        yield
+
+
+def test_a_second_training_is_refused_before_anything_is_touched(finished: Runs) -> None:
+    other = ["--set", "update.learning_rate=0.1"]
+    with held(finished):
+        before = finished.tables()
+        result = CliRunner().invoke(application, ["train", str(TINY), *finished.sets(), *other])
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: run.name: got 'run'.")
+        assert f"process {os.getpid()}" in result.stderr
+        assert finished.tables() == before
+        assert finished.reasons() == []
+    assert finished.start().stages == ()
+
+
+def test_rescorings_are_held_by_name(finished: Runs) -> None:
+    with held(finished), held(finished, "rescored/other"):
+        (error,) = refused(lambda: scored_again(finished, SSIM))
+        assert (error.place, error.value) == ("--name", "other")
+        assert not finished.path("rescored", "other", "rewards.yaml").exists()
+        summary, _ = scored_again(finished, JPEG, name="another")
+    assert summary.samples == 8
+
+
+class Remover:
+    """Removes the lock after the first iteration, as a person who deletes the folder would."""
+
+    def __init__(self, lock: Path) -> None:
+        self.lock = lock
+
+    def advance(self, stage: str, done: int, total: int) -> None:
+        pass
+
+    def log(self, line: str) -> None:
+        if line.startswith("iteration 1/"):
+            self.lock.unlink()
+
+
+@pytest.mark.slow
+def test_training_that_lost_its_run_stops_at_the_next_stage(empty: Runs, final: Compare) -> None:
+    config = read_config(TINY, empty.overrides(run__name="run"))
+
+    def body() -> None:
+        listen(Remover(empty.path(".lock")))
+        asyncio.run(training.train(config))
+
+    with pytest.raises(LockLostError, match="moved or removed"):
+        contextvars.copy_context().run(body)
+    assert not empty.path("iteration_000002").exists()
+    again = empty.start()
+    assert again.stages[0] == "iteration 2: collect rollouts"
+    final(empty, again)
+
+
+@pytest.mark.slow
+def test_a_living_training_is_left_alone_and_may_be_rescored(empty: Runs, final: Compare, tmp_path: Path) -> None:
+    with training_process(empty, tmp_path) as child:
+        while not empty.path("iteration_000002", "advantages.manifest.json").exists():
+            assert child.poll() is None, (tmp_path / "err").read_text()
+            time.sleep(0.01)
+        # In the update; at the end of the stage before it held the lock of commits.
+        time.sleep(0.1)
+        os.kill(child.pid, signal.SIGSTOP)
+        (error,) = refused(empty.start)
+        assert (error.place, error.value) == ("run.name", "run")
+        assert f"process {child.pid}" in error.hint
+        assert scored_again(empty, JPEG, iterations="1")[0].samples == 4
+        assert not empty.path("policies", "000002.manifest.json").exists()
+        os.kill(child.pid, signal.SIGCONT)
+        while child.poll() is None:
+            scored_again(empty, JPEG, name=f"beside-{len(list(empty.path('rescored').iterdir()))}", iterations="1")
+        assert child.returncode == 0, (tmp_path / "err").read_text()
+    again = empty.start()
+    assert again.stages == ()
+    assert printed_summary(tmp_path)["policy_digest"] == again.summary.policy_digest
+    assert scored_again(empty, JPEG, name="after")[0].samples == 8
+    shutil.rmtree(empty.path("rescored"))
+    final(empty, again)

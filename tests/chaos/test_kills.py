@@ -1,4 +1,4 @@
-"""SIGKILL of the training process, of a worker or of its child, at random moments: the run ends the same."""
+"""SIGKILL at any moment, of a run or of its workers, and before any operation on the disk: it ends the same."""
 
 import contextlib
 import itertools
@@ -8,21 +8,22 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.chaos import settings
-from tests.chaos.campaign import undisturbed
+from tests.chaos.campaign import Campaign, random_plans, undisturbed
 from tests.chaos.operations import require_same
 from tests.chaos.processes import ForkServer, Order, Process, kill
 from tests.flows.conftest import Runs
 
 pytestmark = pytest.mark.chaos
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
-KILLS = int(os.environ.get("CHAOS_WORKER_KILLS", "24"))
-MAX_KILLS_PER_RUN = 8
+WORKER_KILLS = int(os.environ.get("CHAOS_WORKER_KILLS", "24"))
+MAX_KILLS_PER_WORKER_RUN = 8
 MAX_SECONDS, SECONDS_TO_START = 900.0, 240.0
 POOL = "chaos"
 
@@ -117,13 +118,31 @@ def test_killed_among_workers(workers: Workers, tmp_path: Path) -> None:
     golden, census = undisturbed(workers.server.start, arguments, tmp_path)
     kills: list[str] = []
     for number in itertools.count():
-        if len(kills) >= KILLS:
+        if len(kills) >= WORKER_KILLS:
             break
         name = f"pool-run-{number:03d}"
         runs = Runs(tmp_path / name)
         order = Order(arguments(runs, name), runs.root, tmp_path)
-        most = min(MAX_KILLS_PER_RUN, KILLS - len(kills))
+        most = min(MAX_KILLS_PER_WORKER_RUN, WORKER_KILLS - len(kills))
         kills += killed_until_it_ends(workers, order, rng, census.seconds / 2, most)
         require_same(golden, runs, name, order.output)
         assert [path.name for path in runs.path(".calls", run=name).iterdir()] == []
         shutil.rmtree(runs.root)
+
+
+KILLS = int(os.environ.get("CHAOS_KILLS", "110"))
+MAX_KILLS_PER_RUN = 20
+SHARES = {"images": 0.25, "both_streams": 0.25, "nft": 0.1, "text": 0.1, "ahead": 0.2, "supervised": 0.1}
+
+
+@pytest.mark.parametrize("kind", SHARES)
+def test_killed_anywhere(kind: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    arguments, rng = getattr(settings, kind), random.Random(f"{SEED} {kind}")
+    # The first process also fills the file caches, the second one is timed.
+    (tmp_path / "first").mkdir()
+    undisturbed(fork_server.start, arguments, tmp_path / "first")
+    golden, census = undisturbed(fork_server.start, arguments, tmp_path)
+    campaign, kills = Campaign(golden, arguments, fork_server.start, tmp_path), round(SHARES[kind] * KILLS)
+    while len(campaign.kills) < kills:
+        most = min(MAX_KILLS_PER_RUN, kills - len(campaign.kills))
+        campaign.one_run(islice(random_plans(rng, census), most))
