@@ -13,6 +13,7 @@ from configs.schema import RunConfig
 from configs.yaml_files import parse_yaml
 from flows.pruning.request import Age, Retention
 from grpo_core.errors import InputError
+from tasks.process import map_in_threads
 from tasks.pruning import (
     FILES_REMOVED,
     Prunable,
@@ -196,11 +197,11 @@ def _add_next_start(needs: Needs, store: ArtifactStore, config: RunConfig, versi
             needs.policies[version].append("the next start of the run evaluates it: that evaluation is not complete")
 
 
-def add_dependents(needs: Needs, store: ArtifactStore) -> None:
+def add_dependents(needs: Needs, store: ArtifactStore, configs: "OtherConfigs | None" = None) -> None:
     """Add the versions that unfinished replays and runs start from, and those whose adapter another run trains."""
     # Another run may have started from it before this one became an earlier run.
     own = {store.run, store.run.partition("~")[0]}
-    for name, config in _other_configs(store, own):
+    for name, config in (configs or OtherConfigs()).of(store, own):
         run, _, version = str(_mapping(config.get("policy")).get("adapter")).rpartition("@")
         if run in own and version.isdigit():
             needs.policies[int(version)].append(f"the run {name} starts from its adapter")
@@ -222,22 +223,39 @@ def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _other_configs(store: ArtifactStore, own: set[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name and the configuration of each run under the same root that may start from a version of this."""
-    entries = store.filesystem.ls(store.root, detail=True)
-    folders = sorted(str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory")
-    for name in (folder.rsplit("/", 1)[-1] for folder in folders):
-        if name == store.run or name.startswith("."):
-            continue
+class OtherConfigs:
+    """The configurations of the other runs under a root; a file is read again once its time or size has changed."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[str, Mapping[str, Any]]] = {}
+
+    def of(self, store: ArtifactStore, own: set[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield name and configuration of each run that may start from a version of this, which has the `own` names."""
+        entries = store.filesystem.ls(store.root, detail=True)
+        folders = sorted(str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory")
+        names = [folder.rsplit("/", 1)[-1] for folder in folders]
+        others = [name for name in names if name != store.run and not name.startswith(".")]
+        read = map_in_threads(partial(self._read, store, own), others)
+        yield from ((name, config) for name, config in zip(others, read, strict=True) if config)
+
+    def _read(self, store: ArtifactStore, own: set[str], name: str) -> Mapping[str, Any]:
+        """Return a configuration; empty where nothing can start from a version of this run."""
+        config, path = dict[str, Any](), f"{name}/config.yaml"
         try:
-            content = store.read_shared(f"{name}/config.yaml") or b""
-        except InputError:
+            version = str(sorted(store.filesystem.info(store.path_of(path)).items()))
+            known = self._known.get(name)
+            if known is not None and known[0] == version:
+                return known[1]
+            content = store.read_shared(path) or b""
+        except (InputError, FileNotFoundError, NotADirectoryError):
             # Nothing can start there before a person has removed the link, the pipe or what else is in its place.
-            continue
-        # A training looks at all runs after each iteration, and parsing YAML is slow.
+            return config
+        # Parsing YAML is slow.
         if b"\nreplay:" in content or any(f"{run}@".encode() in content for run in own):
             with suppress(InputError):
-                yield name, _mapping(parse_yaml(content.decode(errors="replace"), name))
+                config = dict(_mapping(parse_yaml(content.decode(errors="replace"), name)))
+        self._known[name] = version, config
+        return config
 
 
 def _is_unfinished(store: ArtifactStore, name: str, config: Mapping[str, Any]) -> bool:

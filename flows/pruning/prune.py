@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pydantic import BaseModel
 
 from configs.schema import RunConfig
-from flows.pruning.plan import KINDS, Needs, RunPlan, add_best, add_dependents, plan_run, plan_versions
+from flows.pruning.plan import KINDS, Needs, OtherConfigs, RunPlan, add_best, add_dependents, plan_run, plan_versions
 from flows.pruning.request import PruneRequest, Retention, check_request
 from grpo_core.errors import InputError
 from tasks.progress import log
@@ -145,6 +145,7 @@ class PolicyKeeper:
     def __init__(self, store: ArtifactStore, config: RunConfig, lock: RunLock) -> None:
         """Find the versions that are stored, if the run deletes any."""
         self._store, self._config, self._lock, self._written = store, config, lock, set[int]()
+        self._configs = OtherConfigs()
         found = RunReader(store).policies() if config.run.keep_policies else []
         self._stored = {version for version, prunable in self._find(found).items() if prunable.has_files}
         # An earlier start may have evaluated versions that are not due in this one.
@@ -167,10 +168,15 @@ class PolicyKeeper:
         needs = Needs()
         if retention.best:
             add_best(needs, self._rewards, list(versions))
-        add_dependents(needs, self._store)
-        plan = RunPlan(self._store, retention, datetime.now(UTC), frozenset(self._written))
-        plan_versions(plan, self._config, versions, needs)
-        self._carry_out(plan)
+
+        def planned() -> RunPlan:
+            plan = RunPlan(self._store, retention, datetime.now(UTC), frozenset(self._written))
+            plan_versions(plan, self._config, versions, needs)
+            return plan
+
+        if planned().deleted:
+            add_dependents(needs, self._store, self._configs)
+            self._carry_out(planned())
 
     def _carry_out(self, plan: RunPlan) -> None:
         for deletion in plan.deleted:

@@ -30,11 +30,15 @@ _LOCAL = fsspec.filesystem("file")
 
 
 class ReadCache:
-    """A folder of copies, at most `limit` bytes, that the processes of one user share; it keeps none on a full disk."""
+    """A folder of copies, at most `limit` bytes, that the processes of one user share; it keeps none on a full disk.
+
+    Processes that fill it at once may exceed the limit, each by a 16th: the folder is looked at after that many bytes.
+    """
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self._contents, self._seen, self._locks = folder / "contents", folder / "seen", folder / "locks"
+        self._room = 0  # bytes that are kept before the folder is looked at again
 
     def require_usable(self) -> None:
         """Raise InputError unless copies can be kept there."""
@@ -92,22 +96,27 @@ class ReadCache:
             return
         with contextlib.suppress(OSError):
             self._made(self._contents)
-            self._evict(self.limit - size)
+            if size > self._room:
+                self._make_room(size)
             _link(path, kept)
             os.utime(kept)
+            self._room -= size
 
-    def _evict(self, limit: int) -> None:
+    def _make_room(self, size: int) -> None:
+        share = self.limit // 16
+        limit = self.limit - max(size, share)
         entries: list[tuple[int, int, Path]] = []
         for path in (*self._contents.iterdir(), *(self._seen.iterdir() if self._seen.exists() else ())):
             with contextlib.suppress(FileNotFoundError):
                 status = path.stat()
                 entries.append((status.st_mtime_ns, status.st_size, path))
-        total = sum(size for _, size, _ in entries)
-        for _, size, path in sorted(entries):
+        total = sum(each for _, each, _ in entries)
+        for _, found, path in sorted(entries):
             if total <= limit:
                 break
             path.unlink(missing_ok=True)
-            total -= size
+            total -= found
+        self._room = min(self.limit - total, max(size, share))
 
     def _made(self, folder: Path) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

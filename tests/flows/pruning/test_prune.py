@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from configs.sections import KeepPoliciesSection
 from flows.command_line.main import application
 from flows.evaluation import plan_evaluate
-from flows.pruning.plan import CALLS, IMAGES, UNSCORED, VERSIONS, WRITES
+from flows.pruning.plan import CALLS, IMAGES, UNSCORED, VERSIONS, WRITES, Needs, OtherConfigs, add_dependents
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.requests import EvaluateRequest
@@ -310,3 +310,31 @@ def test_the_most_that_is_stored_at_once(
     section: dict[str, Any], iterations: int, staleness: int, expected: int
 ) -> None:
     assert KeepPoliciesSection(**section).count(iterations, staleness) == expected
+
+
+def test_a_configuration_of_another_run_is_read_when_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, real, read = ArtifactStore(str(tmp_path), "run"), ArtifactStore.read_shared, list[str]()
+
+    def noted(store: ArtifactStore, name: str, *arguments: Any) -> bytes | None:
+        read.append(name)
+        return real(store, name, *arguments)
+
+    monkeypatch.setattr(ArtifactStore, "read_shared", noted)
+    for name, adapter in (("run", "null"), ("other", "run@3"), ("apart", "null")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(f"policy:\n  adapter: {adapter}\n")
+    (tmp_path / "empty").mkdir()
+    configs = OtherConfigs()
+
+    def needed() -> dict[int, list[str]]:
+        add_dependents(needs := Needs(), store, configs)
+        return dict(needs.policies)
+
+    for _ in range(4):
+        assert needed() == {3: ["the run other starts from its adapter"]}
+    assert sorted(read) == ["apart/config.yaml", "other/config.yaml"]
+    (tmp_path / "apart" / "config.yaml").write_text("policy:\n  adapter: run@7\n")
+    assert list(needed()) == [7, 3]
+    assert len(read) == 3

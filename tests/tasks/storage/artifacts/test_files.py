@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,24 @@ class TestContents:
             keep(cache, tmp_path, content)
             assert sum(path.stat().st_size for path in kept(cache).values()) <= 250
         assert list(kept(cache)) == [sha256(bytes(250))]
+
+    def test_entries_are_looked_at_once_in_a_16th_of_the_limit(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cache, looked, real = ReadCache(tmp_path / "cache", 32_000), list[Path](), Path.iterdir
+
+        def noted(folder: Path) -> Iterator[Path]:
+            looked.append(folder)
+            return real(folder)
+
+        monkeypatch.setattr(Path, "iterdir", noted)
+        for number in range(400):
+            keep(cache, tmp_path, f"{number:0100d}".encode())
+            assert sum(path.stat().st_size for path in kept(cache).values()) <= 32_000
+        # 20 of 100 bytes each time.
+        assert len(looked) == 20
+        names = {sha256(f"{number:0100d}".encode()) for number in range(100, 400)}
+        assert names <= set(kept(cache))
 
     def test_a_readers_copy_survives_eviction(self, cache: ReadCache, tmp_path: Path) -> None:
         keep(cache, tmp_path, CONTENTS[0])
