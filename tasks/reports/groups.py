@@ -110,15 +110,13 @@ def best_first(rows: Iterable[Row]) -> list[Row]:
 LARGE, MEDIUM, SMALL = 320, 192, 96
 """Longest side in pixels of the best and worst image, of compared ones, and of the others; smaller ones are kept."""
 
-_RECORDED = (
-    *("rollout_logprobs", "loss_mask", "finished", "denoising_logprobs", "window_start"),
-    *("token_sample", "image_number"),
-)
-"""Columns of rollouts that are read for :func:`summarize_actions`, as far as a table has them."""
+_RECORDED = ("rollout_logprobs", "loss_mask", "denoising_logprobs")
+"""Lists for :func:`summarize_actions`, read of shown samples only: of all they would be millions of Python objects."""
 
 _SHOWN = (
     *("sample_id", "group_id", "prompt_id", "dataset", "prompt", "seed"),
-    *("sources", "target_uri", "target_sha256", "completion", "width", "height", *_RECORDED),
+    *("sources", "target_uri", "target_sha256", "completion", "width", "height"),
+    *("finished", "window_start", "token_sample", "image_number"),
 )
 
 
@@ -255,7 +253,9 @@ def show_groups(
     if side is not None:
         sides = dict.fromkeys(sides, side)
     images = table.images(sides, sides)
+    recorded = _recorded(table, [row["sample_id"] for group in groups for row in group])
     for row in (row for group in groups for row in group):
+        row |= recorded[row["sample_id"]]
         row |= {"actions": summarize_actions(row), "length": sum(row.get("loss_mask") or ())}
         row["output"] = row["completion"] if table.is_text else images.get(row["sample_id"])
     return [
@@ -264,6 +264,16 @@ def show_groups(
         )
         for rows in groups
     ]
+
+
+def _recorded(table: Samples, names: Sequence[str]) -> dict[str, Row]:
+    """Read what is recorded of the actions of these samples."""
+    import polars as pl
+
+    from tasks.runs.samples import read_rollouts
+
+    found = read_rollouts(table.folders, ("sample_id", *_RECORDED), pl.col("sample_id").is_in(names))
+    return {row["sample_id"]: row for row in found.iter_rows(named=True)}
 
 
 def _sides(groups: Iterable[Sequence[Row]]) -> dict[str, int]:

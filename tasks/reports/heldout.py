@@ -20,8 +20,8 @@ from tasks.storage.artifacts.store import ArtifactStore
 if TYPE_CHECKING:
     from tasks.reports.fonts import Fonts
 
-GAP, LABEL, HEAD, SMALL_LETTERS = 6, 230, 52, 11
-"""Pixels of the sheet between images, left of them and above them, and of the size of its letters."""
+SIDE, GAP, LABEL, HEAD, SMALL_LETTERS = 96, 6, 230, 52, 11
+"""Pixels of the sheet: side of an image, between images, left of them and above them, and the size of its letters."""
 
 MAX_SHEET_ROWS, MAX_SHEET_COLUMNS = 100, 16
 """Prompts of the sheet, and images of a prompt and of each side: 54 million pixels at most. Pillow, and with it
@@ -83,7 +83,9 @@ def _pairs(
             found = {group[0]["group_id"]: group for group in table.groups}
             shown = list(groups[0] if groups else found)[:limit]
             rows = [row for group_id in shown for row in found[group_id]]
-            images = {} if table.is_text else table.images([row["sample_id"] for row in rows])
+            names = [] if table.is_text else [row["sample_id"] for row in rows]
+            # In the size of the sheet: those of a hundred prompts in their own would take gigabytes.
+            images = table.images(names, dict.fromkeys(names, SIDE))
             for row in rows:
                 row["image"] = images.get(row["sample_id"])
                 row["source_images"] = images_of.sources(row)
@@ -97,7 +99,7 @@ def _mean(rows: Sequence[Row]) -> float | None:
     return fmean(rewards) if rewards else None
 
 
-def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = 96) -> Image.Image:
+def contact_sheet(pairs: Sequence[Sides], *, title: str, side: int = SIDE) -> Image.Image:
     """Lay out a row per held-out prompt: images, target, and the first MAX_SHEET_COLUMNS before and after."""
     # Matplotlib, whose fonts these are, takes a while to import.
     from tasks.reports.fonts import FONTS_HINT, fonts_for

@@ -1,8 +1,11 @@
 import base64
 import hashlib
 import io
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import polars as pl
 import pytest
 from PIL import Image
 
@@ -60,6 +63,21 @@ def test_best_and_worst_with_their_rewards(tmp_path: Path) -> None:
     assert group.best["advantages"] == {"advantage": pytest.approx(1.0)}
     assert group.best["output"].getpixel((0, 0)) == colour(0, 2)
     assert same.spread == 0
+
+
+def test_what_was_recorded_is_read_of_shown_samples_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maker, made, real = whole_run(tmp_path), list[object](), pl.DataFrame.iter_rows
+
+    def noted(frame: pl.DataFrame, **options: bool) -> Iterator[Any]:
+        for row in real(frame, **options):
+            made.extend(each for value in row.values() if isinstance(value, list) for each in value)
+            yield row
+
+    monkeypatch.setattr(pl.DataFrame, "iter_rows", noted)
+    (group,) = read(maker, limit=1).shown
+    # Of four samples three log-probs and as many entries of the mask each.
+    assert [each[0].title for each in (row["actions"] for row in group.samples)] == ["log-prob"] * 4
+    assert len([each for each in made if isinstance(each, float | bool)]) == 4 * 3 * 2
 
 
 def test_images_without_rewards_are_shown_in_their_order(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from PIL import Image
 from grpo_core.rollouts.messages import write_messages
 from tasks.reports import heldout
 from tasks.reports.groups import Row
-from tasks.reports.heldout import HEAD, MAX_SHEET_ROWS, contact_sheet, write_contact_sheet, write_heldout_texts
+from tasks.reports.heldout import HEAD, MAX_SHEET_ROWS, Sides, contact_sheet, write_contact_sheet, write_heldout_texts
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.runs.layout import SamplingRound
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -206,6 +206,20 @@ def test_a_sheet_has_target_before_and_after_in_this_order(tmp_path: Path) -> No
             for start in (230 + 114, 230 + 114 + 4 * 102 + 18):
                 pixel = start + sibling * 102 + 40, 52 + group * 102 + 40
                 assert sheet.getpixel(pixel) == colour(group, sibling)
+
+
+def test_large_images_of_a_sheet_wait_in_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, real = set[tuple[int, int]](), contact_sheet
+
+    def noted(pairs: Sequence[Sides], **options: Any) -> Image.Image:
+        sizes.update(row["image"].size for pair in pairs for rows in pair for row in rows)
+        return real(pairs, **options)
+
+    monkeypatch.setattr(heldout, "contact_sheet", noted)
+    maker, before, after = evaluated(tmp_path, side=400)
+    sheet = Image.open(write_contact_sheet(maker.store, before, after, "t")).convert("RGB")
+    assert sizes == {(96, 96)}
+    assert sheet.getpixel((230 + 114 + 40, 52 + 40)) == colour(0, 0)
 
 
 SOURCES = ((3, 200, 3), (3, 3, 200))
