@@ -74,6 +74,8 @@ from hypothesis import settings  # noqa: E402
 if TYPE_CHECKING:
     from diffusers import GlmImagePipeline
 
+    from tests.servers import PostgresServer
+
 # The same examples on every machine, and no deadline: a shared core has slow moments.
 settings.register_profile("project", deadline=None, derandomize=True, database=None, max_examples=30)
 settings.load_profile("project")
@@ -158,3 +160,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a file system of 64 MiB."""
     with _small_disk(tmp_path / "small-disk", "64m") as folder:
         yield folder
+
+
+@pytest.fixture(scope="session")
+def postgres() -> "Iterator[PostgresServer]":
+    """A PostgreSQL server with no database but its own."""
+    from tests.servers import postgres_server
+
+    with postgres_server() as server:
+        yield server

@@ -20,7 +20,7 @@ from tasks.process import CHECKOUT, environment
 from tasks.runs.layout import ROLLOUTS, evaluation_folder, iteration_folder
 from tasks.storage.artifacts.reference import MANIFEST_ENDING
 from tests.bench.page import Row, alternate
-from tests.flows.server.grpo_ui import grpo_ui
+from tests.servers import grpo_ui
 
 ROUNDS, ROUNDS_OF_TRAININGS = 5, 3
 CONFIG = "configs/tiny_text.yaml"

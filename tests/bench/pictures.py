@@ -24,7 +24,7 @@ from tasks.execution.server_process import free_port
 from tasks.process import CHECKOUT
 from tests.bench.sick_runs import CONFIG, EVALUATED
 from tests.chromium import PROGRAM, Tab, opened_tab
-from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
+from tests.servers import GrpoUi, grpo_ui
 
 DOCS = CHECKOUT / "docs"
 TINY: Mapping[str, Any] = {"run.iterations": 20, "evaluate.every": 2, "run.trackers": ["tensorboard"]}

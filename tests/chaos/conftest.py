@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.chaos.processes import ForkServer, forking
-from tests.flows.server.grpo_ui import grpo_ui
-from tests.servers import postgres_server
+from tests.servers import grpo_ui, postgres_server
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from flows.training.train import train
 from grpo_core.errors import InputError
 from tasks.process import CHECKOUT
 from tests.flows.conftest import REPOSITORY, TINY, Runs, Start
-from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
+from tests.servers import GrpoUi, grpo_ui
 
 POOL = "deploy-tests"
 MIX = REPOSITORY / "configs" / "rewards" / "mix.yaml"

@@ -31,7 +31,9 @@ from tests.grpo_core.rewards.conftest import flat, make_batch, make_texts, noise
 
 REPOSITORY = Path(__file__).parents[3]
 REWARDS = (RewardSection(reward="jpeg"), RewardSection(reward="ssim", name="likeness"), RewardSection(reward="answer"))
-ODD = RewardSection(reward="function", settings={"function": "tests.flows.served:odd", "on_error": "raise"})
+ODD = RewardSection(
+    reward="function", settings={"function": "tests.tasks.execution.functions:odd", "on_error": "raise"}
+)
 QUICK: dict[str, Any] = {"timeout_s": 120.0, "attempts": 2, "backoff_s": 0.01, "concurrency": 1}
 
 
@@ -145,7 +147,7 @@ def test_the_scorer_of_the_documentation_works() -> None:
 
 @dataclass
 class Waiting:
-    """A request on a connection of its own, whose completion is scored until `path` exists; see tests.flows.served."""
+    """A request on a connection of its own, whose completion is scored until `path` exists; see functions.odd."""
 
     path: Path
     connection: socket.socket

@@ -24,9 +24,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.server.heartbeat_automation import NAME, heartbeat_automation
 from tests.flows.conftest import Runs, Start, printed_summary, training_process
 from tests.flows.server.cloud_like import KEY, WORKSPACE
-from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
 from tests.processes import wait_for
-from tests.servers import PostgresServer
+from tests.servers import GrpoUi, PostgresServer, grpo_ui
 
 pytestmark = pytest.mark.slow
 

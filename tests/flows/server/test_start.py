@@ -25,8 +25,7 @@ from flows.server.start import ServerRequest, serve, server_settings
 from grpo_core.errors import InputError
 from tasks.execution.stage import STAGES
 from tests.flows.conftest import REPOSITORY
-from tests.flows.server.grpo_ui import GrpoUi, grpo_ui
-from tests.servers import PASSWORD, PostgresServer
+from tests.servers import PASSWORD, GrpoUi, PostgresServer, grpo_ui
 
 SECRET = "admin:opens-the-door"
 

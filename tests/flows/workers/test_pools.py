@@ -24,8 +24,7 @@ from flows.requests import DeployRequest
 from flows.training.summary import TrainSummary
 from tests import processes
 from tests.flows.conftest import TINY, Runs, printed_summary, training_process
-from tests.flows.server.grpo_ui import grpo_ui
-from tests.servers import postgres_server
+from tests.servers import grpo_ui, postgres_server
 
 SECONDS_TO_START = 240.0
 
