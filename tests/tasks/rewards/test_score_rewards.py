@@ -1,6 +1,5 @@
 """One reward over stored samples: what is asked, what is kept, and what happens when it cannot answer."""
 
-import hashlib
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +16,12 @@ from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource
 from tasks.metrics import LOGGED
 from tasks.rewards.score_rewards import NeededScores, StoredScores, samples_to_score, score_reward_task
-from tasks.rewards.scores import score_again
-from tasks.runs.layout import SCORES_FILE, SamplingRound, source_file
+from tasks.runs.layout import SCORES_FILE, SamplingRound
 from tasks.runs.samples import with_extra
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tests.grpo_core.rewards.conftest import refused
-from tests.tasks.reports.made_runs import GROUP_SIZE, RunMaker, colour, flip_last_byte, png
+from tests.tasks.reports.made_runs import GROUP_SIZE, RunMaker, colour, png
 
 PLACE = "iteration_000001"
 
@@ -344,69 +342,3 @@ def test_relative_targets_are_found_from_another_folder(tmp_path: Path, monkeypa
     (tmp_path / "0.png").unlink()
     error = refused(lambda: score_reward_task.fn(rollouts, similar, "other", "t", PlacementSection()))
     assert (error.place, error.value) == ("data.targets", "0.png")
-
-
-FIRST, SECOND = png((30, 0, 0)), png((70, 0, 0))
-SUM_OF_REDS = """
-def score(completions, source_images, **columns):
-    return [sum(image.getpixel((0, 0))[0] for image in images) for images in source_images]
-"""
-VALUES = [100.0] * GROUP_SIZE + [0.0] * GROUP_SIZE
-"""The first prompt has two images, whose reds add up to this; the second has none."""
-
-
-@pytest.fixture(params=["text", "image"])
-def sourced(tmp_path: Path, request: pytest.FixtureRequest) -> RunMaker:
-    maker = RunMaker(tmp_path / "runs", modality=request.param)
-    maker.sources[0] = [FIRST, SECOND]
-    use_store(maker.store)
-    maker.rollouts(PLACE, "i000001")
-    return maker
-
-
-@pytest.fixture
-def reds(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "mine.py").write_text(SUM_OF_REDS)
-    return {"function": f"{tmp_path / 'mine.py'}:score"}
-
-
-def score_red(
-    store: ArtifactStore, settings: dict[str, Any], rollouts: ArtifactRef | None = None, **more: Any
-) -> list[Any]:
-    section = RewardSection(reward="function", name="mine", settings=settings, **more)
-    use_store(store)
-    rollouts = rollouts or store.find(f"{PLACE}/rollouts")
-    placement = PlacementSection(devices="cpu")
-    return values(store, score_reward_task.fn(rollouts, section, f"{PLACE}/rewards", "iteration 1", placement))
-
-
-def test_each_sample_is_scored_with_the_images_of_its_prompt(sourced: RunMaker, reds: dict[str, Any]) -> None:
-    assert score_red(sourced.store, reds) == VALUES
-    assert score_red(sourced.store, reds, batch_size=1) == VALUES
-    section = RewardSection(reward="function", name="mine", settings=reds)
-    again = score_again(sourced.store, 1, SamplingRound(rollouts_of(sourced), {}), [section], samples=8)
-    assert again["value"].to_list() == VALUES
-    # Another run scores them from where they are.
-    other = ArtifactStore(sourced.store.root, "other")
-    assert score_red(other, reds, rollouts_of(sourced)) == VALUES
-
-
-@pytest.mark.slow
-def test_images_of_prompts_reach_other_processes(sourced: RunMaker, reds: dict[str, Any]) -> None:
-    try:
-        assert score_red(sourced.store, reds, processes=2, batch_size=1) == VALUES
-    finally:
-        resource(ChildProcesses).close()
-
-
-def test_a_damaged_image_is_refused_by_who_looks_at_it(sourced: RunMaker, reds: dict[str, Any], tmp_path: Path) -> None:
-    digest = hashlib.sha256(SECOND).hexdigest()
-    flip_last_byte(sourced.folder / source_file(digest))
-    with pytest.raises(InputError, match=r"sample i000001\.p0000\.s00") as caught:
-        score_red(sourced.store, reds)
-    assert caught.value.place.endswith(source_file(digest))
-    (tmp_path / "blind.py").write_text("def score(prompts, completions, images=None):\n    return [1] * len(prompts)\n")
-    if sourced.texts:
-        # It names images, which are those in the prompts here.
-        with pytest.raises(InputError, match=digest):
-            score_red(sourced.store, {"function": f"{tmp_path / 'blind.py'}:score"})
