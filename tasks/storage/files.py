@@ -71,7 +71,13 @@ class TooLargeError(OSError):
 def read_bounded(filesystem: AbstractFileSystem, path: str, limit: int = MAX_SMALL_BYTES) -> bytes:
     """Read a file of at most `limit` bytes, else TooLargeError; a bucket is asked once, so not for the size first."""
     if not is_local(filesystem):
-        content: bytes = filesystem.cat_file(path)
+        content = b""
+        try:
+            content = filesystem.cat_file(path, start=0, end=limit + 1)
+        except OSError as error:
+            # An empty file has no such range.
+            if error.errno != errno.EINVAL:
+                raise
     else:
         with filesystem.open(path, "rb") as stream:
             content = stream.read(limit + 1)

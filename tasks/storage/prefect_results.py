@@ -12,6 +12,7 @@ from prefect.filesystems import WritableFileSystem
 from prefect.results import ResultRecord, ResultRecordMetadata  # type: ignore[attr-defined]
 from prefect.serializers import JSONSerializer
 
+from tasks.process import map_in_threads
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.restore import restore_artifact
 from tasks.storage.artifacts.store import ArtifactStore, current_store
@@ -68,8 +69,7 @@ def _keep(store: ArtifactStore, key: str, result: Any) -> None:
     """Write a record in the run and next to the runs; a record lost there is only a cache miss of another run."""
     name, content = f"{FOLDER}/{key}.json", dump_checked({"key": key, "result": result})
     if not is_local(store.filesystem):
-        store.write_file(name, content)
-        store.write_file(name, content, shared=True)
+        map_in_threads(lambda shared: store.write_file(name, content, shared=shared), [False, True])
         return
     with store.staging() as scratch:
         write_file_atomically(store.filesystem, store.path(name), content, scratch=scratch)

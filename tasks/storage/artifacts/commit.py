@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks.process import map_in_threads
 from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import files_below, fsync_folder, hashes_of, is_local, move_folder
@@ -51,7 +52,7 @@ def commit_artifact(
         described["peak_memory"] = peak_memory
     manifest = Manifest(described, hash_staged(store, staged, synced))
     assert manifest.content, "a metric that is not finite is refused before anything is moved"
-    with translate_remote_errors(store.filesystem, store.root), store.commit_lock():
+    with translate_remote_errors(store.filesystem, store.root), store.commit_lock(folder):
         place, is_written = store.path(folder), False
         while not is_written:
             standing = store.manifest_at(place)
@@ -75,9 +76,13 @@ def _put_files(store: ArtifactStore, staged: Path, place: str, manifest: Manifes
     if is_local(store.filesystem):
         move_folder(staged, Path(place))
         return
-    for name, file in files_below(staged).items():
+
+    def put(named: tuple[str, Path]) -> None:
+        name, file = named
         store.filesystem.put_file(str(file), f"{place}/{name}")
         store.files.keep(f"{place}/{name}", file, manifest.files[name])
+
+    map_in_threads(put, list(files_below(staged).items()))
 
 
 IMAGES_REMOVED, STATES_REMOVED = "images", "states"  # what a tombstone says was deleted from rollouts

@@ -54,6 +54,7 @@ class RunFolder:
         self._given_root = root
         self._is_guarded = isinstance(self.filesystem, RootFileSystem)
         self._threads, self._depth = threading.RLock(), 0
+        self._committing: dict[str, threading.RLock] = {}
 
     @property
     def url(self) -> str:
@@ -157,10 +158,18 @@ class RunFolder:
             yield folder
 
     @contextlib.contextmanager
-    def commit_lock(self) -> Iterator[None]:
-        """Let one process of this machine at a time move artifacts; in a bucket one thread, and content decides."""
-        with self._threads, contextlib.ExitStack() as stack:
-            if not self._depth and is_local(self.filesystem):
+    def commit_lock(self, folder: str | None = None) -> Iterator[None]:
+        """Let one process of this machine at a time move artifacts; in a bucket, where content decides, one thread.
+
+        With the `folder` of an artifact, those of a bucket that write others do not wait.
+        """
+        local = is_local(self.filesystem)
+        threads = self._threads if local or folder is None else self._committing.setdefault(folder, threading.RLock())
+        with threads, contextlib.ExitStack() as stack:
+            if not local:
+                yield
+                return
+            if not self._depth:
                 lock = Path(self.path(f"{INCOMING}/{_COMMIT_LOCK}"))
                 lock.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked_file(lock))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.implementations.memory import MemoryFileSystem
 
 from grpo_core.errors import InputError
+from tasks.process import map_in_threads
 from tasks.progress import log
 from tasks.storage.artifacts.files import GIB, ArtifactFiles, ReadCache, default_cache
 from tasks.storage.artifacts.reference import (
@@ -112,7 +113,9 @@ class ArtifactStore(RunFolder):
     def clear_place(self, folder: str, *, reason: str | None = None) -> None:
         """Move what is in the place of an artifact of the run to `quarantine/`, with the reason if it is known."""
         # The manifest moves first: without it the folder is no artifact.
-        present = [path for path in (self.manifest_path(folder), folder) if self.filesystem.exists(self.path(path))]
+        names = [self.manifest_path(folder), folder]
+        exist = map_in_threads(lambda name: bool(self.filesystem.exists(self.path(name))), names)
+        present = [name for name, exists in zip(names, exist, strict=True) if exists]
         if not present:
             return
         if reason is None:
