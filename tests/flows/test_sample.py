@@ -24,7 +24,7 @@ from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.rollouts.records import GroupRequest
 from grpo_core.seeds import derive_seed
 from tasks.runs.stored import stored_config
-from tests.flows.export.stored_policies import HALVES, SHIPPED, both_halves, store_run
+from tests.flows.export.test_contents import HALVES, SHIPPED, both_halves, store_run
 from tests.tiny_policies import MODEL as IMAGE_MODEL
 from tests.tiny_policies import TEXT_MODEL, build_text_policy
 

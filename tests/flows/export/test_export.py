@@ -33,7 +33,7 @@ from grpo_core.rollouts.streams import STREAMS
 from grpo_core.seeds import derive_seed, make_generator
 from tasks.storage.artifacts.commit import delete_files
 from tests.flows.conftest import flip, refused
-from tests.flows.export.stored_policies import HALVES, SHIPPED, both_halves, store_run
+from tests.flows.export.test_contents import HALVES, SHIPPED, both_halves, store_run
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS, build_policy, build_text_policy, render
 
