@@ -17,7 +17,7 @@ from flows.compare_runs import compare
 from flows.export.plan import plan_export
 from flows.inspect_run import inspect_run
 from flows.list_runs import list_runs, write_list_page
-from flows.pruning.plan import _other_configs
+from flows.pruning.plan import OtherConfigs
 from flows.pruning.prune import prune
 from flows.pruning.request import PruneRequest
 from flows.requests import ExportRequest, SampleRequest
@@ -106,7 +106,7 @@ def test_the_other_runs_are_listed(tmp_path: Path) -> None:
     assert [name for name in NAMED if listed[name.replace(" ", "_")].problem is None] == []
     write_list_page(str(tmp_path), list(listed.values()), tmp_path / "list.html")
     # A run beside them can be pruned, and goes on.
-    assert list(_other_configs(find_run("before", str(tmp_path)), {"before"})) == []
+    assert list(OtherConfigs().of(find_run("before", str(tmp_path)), {"before"})) == []
     # Whoever opens one is answered, too: with the run and its damage, or with a refusal.
     for name in STRANGE:
         with contextlib.suppress(InputError):
