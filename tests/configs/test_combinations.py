@@ -1,16 +1,11 @@
 """Combinations that cannot be, each with the field to change, and their neighbours that can."""
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-import configs
-from configs.loader import check_config
 from grpo_core.errors import InputError
-from tests.configs.test_streams import configured, expected, problems, values_of
+from tests.configs.test_streams import configured, expected, problems
 
 HELD_OUT = "evaluate={prompts: q.txt, every: 1}"
 OTHER = "reward: jpeg, name: other"
@@ -341,14 +336,3 @@ def test_what_a_reward_compares_with_is_needed_in_both_sections(settings: str, o
     assert problems("tokens", f"{reward}; {both}") == []
     if settings:
         assert problems("tokens", f"rewards=[{{reward: ssim}}]; {both}") == [missing, missing]
-
-
-def test_the_shipped_rewards_by_stream_need_both() -> None:
-    file = Path(configs.__file__).parent / "rewards" / "by_stream.yaml"
-    rewards: dict[str, Any] = {"rewards": yaml.safe_load(file.read_text())["rewards"]}
-    targets = "data.targets=folder"
-    check_config(values_of("both", targets) | rewards)
-    with pytest.raises(InputError) as refused:
-        check_config(values_of("tokens", targets) | rewards)
-    (error,) = refused.value.errors
-    assert (error.place, error.value) == ("rewards.1.streams", "denoising")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import configs
 from configs.loader import check_config, read_config
@@ -308,3 +309,14 @@ def test_another_reward_is_named_and_not_shown_with_all_its_settings() -> None:
 def test_a_number_of_minibatches_is_in_the_keys_of_those_runs_alone_that_set_it() -> None:
     assert "minibatches" not in identity()["update"]
     assert identity("update.minibatches=2", "update.minibatch_size=null")["update"]["minibatches"] == 2
+
+
+def test_the_shipped_rewards_by_stream_need_both() -> None:
+    file = Path(configs.__file__).parent / "rewards" / "by_stream.yaml"
+    rewards: dict[str, Any] = {"rewards": yaml.safe_load(file.read_text())["rewards"]}
+    targets = "data.targets=folder"
+    check_config(values_of("both", targets) | rewards)
+    with pytest.raises(InputError) as refused:
+        check_config(values_of("tokens", targets) | rewards)
+    (error,) = refused.value.errors
+    assert (error.place, error.value) == ("rewards.1.streams", "denoising")
