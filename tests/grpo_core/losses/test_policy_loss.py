@@ -12,7 +12,7 @@ from torch import Tensor
 from grpo_core.errors import InputError
 from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
 from grpo_core.losses.nft import NftTerms, NoisedImages, nft_terms
-from grpo_core.losses.policy_loss import VESPO_LOWEST, TermInputs, vespo_weights
+from grpo_core.losses.policy_loss import VESPO_HIGHEST, VESPO_LOWEST, TermInputs, vespo_weights
 from grpo_core.losses.ratios import estimate_kl, mismatch_weights
 from grpo_core.losses.reductions import Denominators, entropy_threshold, on_policy_rows
 from grpo_core.losses.settings import LossSettings, MismatchSettings, load_custom_loss
@@ -117,21 +117,29 @@ def test_bounds_that_exclude_agreement_are_refused(cap: float, floor: float, pla
     assert caught.value.place == f"update.mismatch.{place}"
 
 
-def test_a_masked_mismatch_weight_bounds_the_weight_of_vespos_row() -> None:
-    """log w of tokens of the weights 0 and 4 is log 1e-8 + log 4, which is inside its bounds."""
+@pytest.mark.parametrize(
+    ("weights", "log_ratio", "log_w"),
+    [
+        # Each weight is bounded by itself: log 1e-8 + log 4 is inside the bounds of log w.
+        ([0.0, 4.0], 0.0, VESPO_LOWEST + math.log(4)),
+        ([1.0, 1.0], -15.0, VESPO_LOWEST),
+        ([1.0, 1.0], 15.0, VESPO_HIGHEST),
+    ],
+)
+def test_log_w_of_vespo_is_bounded(weights: list[float], log_ratio: float, log_w: float) -> None:
     zeros = torch.zeros(1, 2)
     inputs = TermInputs(
         zeros,
-        zeros,
+        zeros + log_ratio,
         zeros.exp(),
         torch.ones(1),
         zeros.bool().logical_not(),
-        torch.tensor([[0.0, 4.0]]),
+        torch.tensor([weights]),
         Denominators(1, 2, 2, 1, 2, 2),
     )
-    log_w = VESPO_LOWEST + math.log(4)
-    expected = 3.0 + 2.0 * log_w - 3.0 * math.exp(log_w)
-    assert vespo_weights(inputs, LossSettings("vespo")).log().item() == pytest.approx(expected, rel=1e-4)
+    settings = LossSettings("vespo", loss_settings={"vespo_k_pos": 0.1, "vespo_lambda_pos": 1e-8})
+    expected = 1e-8 + 0.1 * log_w - 1e-8 * math.exp(log_w)
+    assert vespo_weights(inputs, settings).log().item() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.1, math.nan])

@@ -137,6 +137,7 @@ def test_what_a_function_reports_about_samples_is_a_column_of_them(maker: RunMak
         "    log_extra('sibling', numbers)\n"
         "    log_extra('text', [text.upper() for text in completions])\n"
         "    log_extra('either', [None, 2, 'three', [4]])\n"
+        "    log_extra('parts', [[number] for number in numbers])\n"
         "    log_extra('sample_id', numbers)\n"
         "    return [0.5] * len(completions)\n"
     )
@@ -147,6 +148,7 @@ def test_what_a_function_reports_about_samples_is_a_column_of_them(maker: RunMak
     assert samples["extra/mine/sibling"].to_list() == [0.0, 1.0, 2.0, 3.0] * 2
     assert samples["extra/mine/text"][5] == "ANSWER 1 OF GROUP 1"
     assert samples["extra/mine/either"].to_list() == [None, "2", "three", "[4]"] * 2
+    assert samples["extra/mine/parts"].to_list() == ["[0.0]", "[1.0]", "[2.0]", "[3.0]"] * 2
     # A table that is made of known scores has them too.
     again = score(maker, section({"function": f"{path}:score"}), (done,), folder="again")
     repeated = {"mine": [maker.store.local_files(again) / SCORES_FILE]}
