@@ -82,13 +82,16 @@ def _keep(store: ArtifactStore, key: str, result: Any) -> None:
 def _find(key: str) -> ArtifactRef | PolicyRef:
     """Return the reference under this key: of this run, or of another run of the same root."""
     store, name = current_store(), f"{FOLDER}/{key}.json"
-    own = store.read_file(name)
+    local = is_local(store.filesystem)
+    # Most stages have neither, which a bucket says of both at once.
+    found = map_in_threads(lambda read: read(name), [store.read_file, *([] if local else [store.read_shared])])
+    own = found[0]
     if own is not None:
         try:
             return _checked(key, own)
         except StaleReferenceError as error:
             store.quarantine([name], reason=str(error))
-    shared = store.read_shared(name)
+    shared = store.read_shared(name) if local else found[1]
     if shared is None:
         raise StaleReferenceError(f"{key}: no stage has been recorded")
     reference = _checked(key, shared)

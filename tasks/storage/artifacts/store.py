@@ -114,8 +114,10 @@ class ArtifactStore(RunFolder):
         """Move what is in the place of an artifact of the run to `quarantine/`, with the reason if it is known."""
         # The manifest moves first: without it the folder is no artifact.
         names = [self.manifest_path(folder), folder]
-        exist = map_in_threads(lambda name: bool(self.filesystem.exists(self.path(name))), names)
-        present = [name for name, exists in zip(names, exist, strict=True) if exists]
+        # A bucket is asked two things to know that there is nothing of a name, and one to know that there is no folder.
+        looks = [self.filesystem.exists, self.filesystem.exists if is_local(self.filesystem) else self.filesystem.isdir]
+        found = map_in_threads(lambda look: bool(look[0](self.path(look[1]))), list(zip(looks, names, strict=True)))
+        present = [name for name, exists in zip(names, found, strict=True) if exists]
         if not present:
             return
         if reason is None:
