@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -47,6 +47,9 @@ class PolicyComponent(Protocol):
 
     def trainable_parameters(self) -> "dict[str, nn.Parameter]":
         """Return the parameters that an update changes, by name, in a fixed order."""
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a context with the weights of the networks that score actions on their device."""
 
     def prepare_for_update(self, actions: Any = None) -> None:
         """Enter the mode for gradients: no dropout, recomputation if so configured; `actions` are all that follow."""

@@ -4,6 +4,7 @@ Each has the full model, or a share of it (FSDP2). Gradients are summed once per
 all of it, with the traffic of DistributedDataParallel's `no_sync` and without a wrapper around the model.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -45,9 +46,19 @@ class DistributedProcessGroup:
         self.device, self.rank, self.count = device, dist.get_rank(), dist.get_world_size()
 
     def add_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give every process the sum of all processes' gradients, bucket by bucket."""
-        replicated = [parameter.grad for parameter in parameters if not isinstance(parameter, DTensor)]
-        for bucket in in_buckets([gradient for gradient in replicated if gradient is not None]):
+        """Give every process the sum of all processes' gradients, bucket by bucket.
+
+        A parameter that has none on some processes, as of a vision encoder whose rows have no images, counts there as
+        zero, so that all have the same buckets; one that has none anywhere keeps none.
+        """
+        replicated = [each for each in parameters if not isinstance(each, DTensor)]
+        reached = torch.tensor([each.grad is not None for each in replicated], dtype=torch.int32, device=self.device)
+        dist.all_reduce(reached, dist.ReduceOp.MAX)
+        known = [each for each, is_reached in zip(replicated, reached.tolist(), strict=True) if is_reached]
+        for parameter in known:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in in_buckets(_gradients(known)):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             dist.all_reduce(flat)
             for gradient, total in zip(bucket, flat.split([part.numel() for part in bucket]), strict=True):
@@ -61,9 +72,15 @@ class DistributedProcessGroup:
 
     def from_first(self, value: Any) -> Any:
         """Return the first process's value on every process; the others' are ignored."""
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
+        # As JSON: torch's own broadcast of objects unpickles what arrives.
+        content = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=self.device)
+        length = torch.tensor(len(content), device=self.device)
+        dist.broadcast(length, 0)
+        received = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+        if self.rank == 0:
+            received.copy_(content)
+        dist.broadcast(received, 0)
+        return json.loads(bytes(received.tolist()))
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         """Scale the gradients to a total norm of at most max_norm; return the norm before."""
@@ -101,7 +118,8 @@ class DistributedProcessGroup:
         replicated = {name: value.detach() for name, value in parameters.items() if not isinstance(value, DTensor)}
         if not replicated:
             return
-        checksums = torch.stack([_checksum(value) for value in replicated.values()]).to(self.device)
+        # Weights are on several devices where networks that are not in use are in CPU memory.
+        checksums = torch.stack([_checksum(value).to(self.device) for value in replicated.values()])
         first = checksums.clone()
         dist.broadcast(first, 0)
         # NaN is equal to nothing, and the update reports weights that are not finite.

@@ -25,7 +25,7 @@ class ProcessGroup(Protocol):
         """Return the sum of all processes' values, on every process."""
 
     def from_first(self, value: Any) -> Any:
-        """Return the first process's value on every process; the others' are ignored."""
+        """Return the first process's value, plain JSON, on every process; the others' are ignored."""
 
     def gradient_norm(self, parameters: Iterable[nn.Parameter], max_norm: float) -> float:
         """Scale the gradients to a total norm of at most max_norm; return the norm before."""

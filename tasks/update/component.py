@@ -53,7 +53,9 @@ class ComponentUpdate:
         """Train, write the component's files, and return what was measured and the optimizer."""
         job, trained = self.job, self.component.trained
         self._begin_copies()
-        process_group.distribute(trained)
+        # Of weights that are elsewhere there is nothing to compare.
+        with self.component.in_use():
+            process_group.distribute(trained)
         optimizer = self._optimizer(process_group)
         algorithm = ALGORITHMS[self.settings.algorithm]
         result = algorithm.update(

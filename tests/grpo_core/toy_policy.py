@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ class TablePolicy:
 
     def sample_with(self, settings: Any) -> None:
         """A table samples in one way."""
+
+    def in_use(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _distributions(self, table: Tensor, prompts: Sequence[str], temperature: float) -> Tensor:
         return torch.log_softmax(table[[int(prompt) for prompt in prompts]] / temperature, -1)

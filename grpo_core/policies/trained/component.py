@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -86,6 +86,10 @@ class TrainedComponent(ABC, Generic[A]):
 
     def _parts_of(self, actions: A) -> tuple[str, ...]:
         return self.parts
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Return a context with the weights of the networks that score actions on their device."""
+        return self.offload.using(*self.parts)
 
     @property
     def _device(self) -> torch.device:

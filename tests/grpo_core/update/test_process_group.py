@@ -1,6 +1,7 @@
 """Several processes share an update: each its own rows, together the weights of one."""
 
 import json
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.update.distributed import DistributedProcessGroup, in_buckets
@@ -109,6 +110,37 @@ def update_every_variant(folder: Path) -> None:
         process_group.require_equal(values)
     except RuntimeError as error:
         (folder / f"other-{process_group.rank}.txt").write_text(str(error))
+
+
+def exchange(folder: Path) -> None:
+    """Gradients that some processes lack, values of the first process, and weights that are elsewhere."""
+    process_group = DistributedProcessGroup(torch.device("cpu"))
+    rank = process_group.rank
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    # Of the first on both, of the second and third on one each, of the last on none.
+    for parameter, ranks in zip(parameters, ((0, 1), (0,), (1,), ()), strict=True):
+        if rank in ranks:
+            parameter.grad = torch.tensor([1.0, 10.0]) * (rank + 1)
+    process_group.add_gradients(parameters)
+    gradients = [None if each.grad is None else each.grad.tolist() for each in parameters]
+    told = [process_group.from_first(value if rank == 0 else "ignored") for value in (None, "", "größer", ["a", 1.5])]
+
+    def unpickle(*arguments: object) -> None:
+        raise AssertionError("nothing that arrives is unpickled")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pickle, "loads", unpickle)
+        patched.setattr(pickle, "Unpickler", unpickle)
+        told.append(process_group.from_first("d" * 64 if rank == 0 else None))
+    (folder / f"{rank}.json").write_text(json.dumps([gradients, told]))
+
+
+def test_a_gradient_that_one_process_lacks_is_zero_there_and_values_are_sent_as_json(tmp_path: Path) -> None:
+    in_processes(2, exchange, tmp_path)
+    for rank in range(2):
+        gradients, told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert gradients == [[3.0, 30.0], [1.0, 10.0], [2.0, 20.0], None]
+        assert told == [None, "", "größer", ["a", 1.5], "d" * 64]
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -25,6 +26,7 @@ from grpo_core.errors import InputError
 from grpo_core.parity import ParityError
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.glm_image.decoding import GlmImageDecoder
+from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.rollouts.streams import STREAMS, Stream
 from grpo_core.update.process_group import SINGLE_PROCESS
 from tasks.execution.resources import resource, run_resources
@@ -139,6 +141,33 @@ def test_a_component_is_trained_as_alone(stream: Stream, both: Updated, store: A
     ours, theirs = load_file(both.folder / stream / ADAPTER), load_file(tmp_path / "one" / stream / ADAPTER)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     assert ours.keys() == theirs.keys()
+
+
+class Looking:
+    """A single process that looks at the weights with which it would be compared with others."""
+
+    def __init__(self) -> None:
+        self.finite: list[bool] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(SINGLE_PROCESS, name)
+
+    def distribute(self, trained: TrainedModel) -> None:
+        self.finite += [bool(each.isfinite().all()) for each in trained.model.parameters()]
+
+
+def test_processes_compare_weights_that_are_there(both: Updated, store: ArtifactStore, tmp_path: Path) -> None:
+    """In place of those that are off the device stand numbers that are not finite, which are equal to any."""
+    single = changed(JOINT, train=("denoising",), offload="components")
+    (rollouts,) = both.job.rollouts
+    updates: dict[Stream, AnyUpdateSection] = {"denoising": DENOISING}
+    job = job_of(single, rollouts, trained_advantages(single, rollouts), update=updates)
+    (folder := tmp_path / "version").mkdir()
+    group: Any = Looking()
+    with run_resources():
+        carry_out(job, folder, group, None)
+    assert len(group.finite) > 10
+    assert all(group.finite)
 
 
 def test_an_update_goes_on_from_what_is_stored(both: Updated, store: ArtifactStore, tmp_path: Path) -> None:
