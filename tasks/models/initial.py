@@ -97,6 +97,7 @@ def add_digest(digest: "hashlib._Hash", name: str, known: str) -> None:
 
 COPIES: tuple[CopyName, ...] = get_args(CopyName)
 WEIGHT_FILES = ("adapter_model*.safetensors", *FULL_WEIGHTS)
+OPTIMIZER_FILE = "optimizer.safetensors"  # beside the weights of a version
 
 
 def component_folder(policy: Path, stream: Stream) -> Path:

@@ -18,6 +18,7 @@ from grpo_core.policies.trial import try_policy
 from grpo_core.rollouts.streams import Stream
 from tasks.models.devices import configure_torch, use_tf32_for_adapters
 from tasks.models.initial import (
+    OPTIMIZER_FILE,
     component_folder,
     copy_folder,
     forget_hub,
@@ -200,7 +201,8 @@ def _load_changes(loaded: _Loaded, version: PolicyRef) -> None:
     if new_reference:
         loaded.reference_digest = _CHANGING
     checkpoint = version.checkpoint
-    with current_store().reading() as read:
+    # What an update alone needs, the optimizer's moments, is twice as large as the weights.
+    with current_store().reading(without=(f"*/{OPTIMIZER_FILE}",)) as read:
         folder = None if checkpoint is None else read(checkpoint)
         for stream, component in loaded.policy.components.items():
             if new_weights:

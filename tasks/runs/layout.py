@@ -41,7 +41,7 @@ EXTRA_FILE, EXTRA_COLUMN = "extra/columns.parquet", "extra/"
 """Beside a table of scores: what its function reported about samples (TRL's `log_extra`); prefix of these columns."""
 
 SCORES_FILE, ADVANTAGES_FILE = "scores.parquet", "advantages.parquet"
-STATE_FILE, OPTIMIZER_FILE = "training_state.json", "optimizer.safetensors"
+STATE_FILE = "training_state.json"
 POLICIES, EVALUATIONS, OTHER_EVALUATIONS = "policies", "evaluations", "evaluations_of"
 RESCORED, ANALYSIS = "rescored", "analysis"
 STORED, RECOMPUTED = "stored", "recomputed"

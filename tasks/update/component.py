@@ -20,9 +20,9 @@ from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import UpdateResult
 from tasks.execution.resources import peak_memory, reset_peak_memory, resource
 from tasks.metrics import offload_metrics
-from tasks.models.initial import COPIES, component_folder, copy_digests, copy_folder, weights_digest
+from tasks.models.initial import COPIES, OPTIMIZER_FILE, component_folder, copy_digests, copy_folder, weights_digest
 from tasks.models.resident import ResidentPolicy
-from tasks.runs.layout import OPTIMIZER_FILE, STATE_FILE
+from tasks.runs.layout import STATE_FILE
 from tasks.storage.artifacts.commit import hash_staged
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store

@@ -24,6 +24,7 @@ from tasks.execution.resources import resource, run_resources
 from tasks.models.devices import configure_torch, refuse_missing_devices
 from tasks.models.resident import ResidentPolicy
 from tasks.progress import ProgressReporter, Silence, listener, log
+from tasks.runs.stored_streams import STORED_STREAMS
 from tasks.storage.artifacts.store import ArtifactStore, described, open_store, use_store
 from tasks.storage.roots import translate_storage_errors
 from tasks.update.component import carry_out
@@ -61,9 +62,11 @@ def carry_out_together(
 
 
 def _verify(job: UpdateJob, store: ArtifactStore) -> None:
-    """Read everything once, so that damaged files are quarantined here and not by several processes at once."""
+    """Read what is needed once, so that damaged files are quarantined here and not by several processes at once."""
     references = [*job.rollouts, job.advantages, *([job.policy.checkpoint] if job.policy.checkpoint else [])]
-    with store.reading() as read:
+    # Not the images, which no update reads.
+    unread = set[str].intersection(*(set(STORED_STREAMS[stream].unread) for stream in job.updates))
+    with store.reading(without=tuple(unread)) as read:
         for reference in references:
             read(reference)
 

@@ -1,5 +1,6 @@
 """A policy with two components: each trained on its own rows, stored apart, and committed together or not at all."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +31,12 @@ from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.rollouts.streams import STREAMS, Stream
 from grpo_core.update.process_group import SINGLE_PROCESS
 from tasks.execution.resources import resource, run_resources
-from tasks.models.initial import weights_digest
+from tasks.models.initial import OPTIMIZER_FILE, weights_digest
 from tasks.models.resident import ResidentPolicy
-from tasks.runs.layout import OPTIMIZER_FILE
 from tasks.storage.artifacts.commit import STATES_REMOVED, commit_artifact, delete_files
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, use_store
+from tasks.update import process
 from tasks.update.component import carry_out
 from tasks.update.job import UpdateJob, UpdateOutcome
 from tests.tasks.reports.made_runs import flip_last_byte
@@ -192,6 +193,34 @@ def test_an_update_goes_on_from_what_is_stored(both: Updated, store: ArtifactSto
     was = load_file(Path(store.path("policies/000001")) / "denoising" / "ema" / ADAPTER)
     new, average = (load_file(place / ADAPTER) for place in (folder / "denoising", folder / "denoising" / "ema"))
     assert all(torch.equal(value, 0.5 * new[name] + 0.5 * was[name]) for name, value in average.items())
+
+
+def test_no_stage_reads_what_only_another_needs(
+    both: Updated, store: ArtifactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = version(store, both, tmp_path)
+    names, real = list[str](), hashlib.file_digest
+
+    def noted(stream: Any, algorithm: str) -> Any:
+        names.append(Path(stream.name).name)
+        return real(stream, algorithm)
+
+    monkeypatch.setattr(hashlib, "file_digest", noted)
+    store = ArtifactStore(store.root, store.run)
+    use_store(store)
+    resource(ResidentPolicy).at(policy, JOINT.spec(), JOINT.rollout, PlacementSection(devices="cpu"))
+    assert ADAPTER in names
+    assert OPTIMIZER_FILE not in names
+    names.clear()
+    process._verify(both.job.model_copy(update={"policy": policy}), store)
+    assert names.count(OPTIMIZER_FILE) == 2
+    # Rows, advantages and states; no images.
+    assert sorted(Path(name).suffix for name in names if name.startswith("part-")) == [
+        ".parquet",
+        ".parquet",
+        ".safetensors",
+    ]
+    assert not [name for name in names if name.startswith("images-")]
 
 
 def test_the_averaged_policy_is_loaded_by_component(both: Updated, store: ArtifactStore, tmp_path: Path) -> None:
