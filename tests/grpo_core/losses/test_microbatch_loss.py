@@ -13,6 +13,7 @@ from torch import Tensor
 
 from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss, count_clipped
 from grpo_core.losses.policy_loss import TermInputs
+from grpo_core.losses.ratios import MAX_LOG_RATIO
 from grpo_core.losses.reductions import overlong_mask
 from grpo_core.losses.settings import LOSSES, LossSettings, MismatchSettings
 from tests.grpo_core.losses.oracles import TOKEN_LOSSES, Loss, count, loss_of, random_inputs
@@ -242,6 +243,7 @@ def test_one_token_far_away_leaves_a_finite_loss_and_gradient(loss: str, distanc
     assert math.isfinite(found.value)
     assert found.logprobs.isfinite().all()
     assert int(found.terms[0].log_ratio_clamped.sum()) == (2 if plain(loss).level == "sequence" else 1)
+    assert found.terms[0].importance_ratio.log().abs().max() <= MAX_LOG_RATIO * 1.001
     assert not loss_of(random_inputs(6), plain(loss)).terms[0].log_ratio_clamped.any()
 
 

@@ -266,6 +266,8 @@ def test_images_are_scaled_to_the_bounds_of_the_settings(kind: str) -> None:
     assert tokens(VisionLMSettings(), large) == 64
     assert tokens(VisionLMSettings(max_pixels=16 * area), large) == 16
     assert tokens(VisionLMSettings(min_pixels=25 * area), small) == 25
+    # The other bound stays the processor's own.
+    assert tokens(VisionLMSettings(min_pixels=25 * area), large) == 64
     assert tokens(VisionLMSettings(max_pixels=2 * area), large) <= 2
 
 

@@ -218,7 +218,7 @@ def test_wrong_answers_are_named_with_file_and_line(
 
 
 def test_not_finite_is_a_failure_and_none_is_not_applicable(write: Callable[[str], str]) -> None:
-    path = write("def score(completions, **kwargs):\n    return [float('nan'), None, float('-inf'), True]\n")
+    path = write("def score(completions, **kwargs):\n    return [float('nan'), None, -(10**400), True]\n")
     nan, none, infinite, yes = FunctionReward(function=f"{path}:score").score(texts())
     assert nan == Score.failed("the reward is nan, not a finite number (the function at mine.py:1)")
     assert none == NOT_APPLICABLE
