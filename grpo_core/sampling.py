@@ -82,23 +82,22 @@ def _outside_nucleus(scores: Float[Tensor, "rows vocab"], top_p: float) -> Bool[
 
 
 class SupportRecorder:
-    """Collects, token by token, the ids that a truncated sampler could choose."""
+    """Collects the ids that a truncated sampler could choose, a few tokens at a time."""
 
     def __init__(self, batch: int) -> None:
         self._batch = batch
         self._ids: list[dict[int, Tensor]] = []
-        self._counts: list[Tensor] = []
+        self._counts: list[Int[Tensor, "batch time"]] = []
 
-    def add(self, logprobs: Float[Tensor, "rows vocab"], rows: Sequence[int]) -> None:
-        """Record one token of these rows, ascending, each with its distribution; the others get no ids."""
-        # NaN stays: such a distribution was not cut, and its log-prob is refused by name later.
-        possible = logprobs != -torch.inf
+    def add(self, possible: Bool[Tensor, "rows time vocab"], rows: Sequence[int]) -> None:
+        """Record the next tokens of these rows, ascending; the others, and tokens without possible ids, get none."""
         counts, index = possible.sum(-1).cpu(), torch.tensor(rows, dtype=torch.long)
-        self._counts.append(torch.zeros(self._batch, dtype=torch.long).index_put((index,), counts))
-        ids = possible.nonzero()[:, 1].to("cpu", torch.int32).split(counts.tolist())
-        self._ids.append(dict(zip(rows, ids, strict=True)))
+        everyone = torch.zeros(self._batch, possible.shape[1], dtype=torch.long)
+        self._counts.append(everyone.index_put((index,), counts))
+        ids = (possible.flatten().nonzero()[:, 0] % possible.shape[-1]).to("cpu", torch.int32)
+        self._ids.append(dict(zip(rows, ids.split(counts.sum(-1).tolist()), strict=True)))
 
-    def support(self) -> TokenSupport:
-        """Return the recorded ids, row by row, on the CPU; requires at least one recorded token."""
-        by_row = [step[row] for row in range(self._batch) for step in self._ids if row in step]
-        return TokenSupport(torch.cat(by_row), torch.stack(self._counts, 1))
+    def support(self, time: int) -> TokenSupport:
+        """Return the ids of the first `time` tokens, which have all of them, row by row, on the CPU."""
+        by_row = [part[row] for row in range(self._batch) for part in self._ids if row in part]
+        return TokenSupport(torch.cat(by_row), torch.cat(self._counts, 1)[:, :time])

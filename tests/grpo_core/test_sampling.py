@@ -191,16 +191,19 @@ def test_values_outside_their_range_are_refused(field: str, value: float) -> Non
             min_size=1,
             max_size=5,
         )
-    )
+    ),
+    st.integers(1, 3),
 )
-def test_what_is_recorded_is_what_could_be_drawn(steps: list[list[tuple[bool, set[int]]]]) -> None:
+def test_what_is_recorded_is_what_could_be_drawn(steps: list[list[tuple[bool, set[int]]]], look: int) -> None:
     assume(any(active for step in steps for active, _ in step))
-    recorder = SupportRecorder(len(steps[0]))
-    for step in steps:
-        rows = [row for row, (active, _) in enumerate(step) if active]
-        possible = torch.tensor([[float(index in step[row][1]) for index in range(7)] for row in rows])
-        recorder.add(possible.reshape(-1, 7).log().log_softmax(-1), rows)
-    support = recorder.support()
+    recorder, rows = SupportRecorder(len(steps[0])), range(len(steps[0]))
+    possible = torch.tensor(
+        [[[active and index in ids for index in range(7)] for active, ids in step] for step in steps]
+    )
+    for part in possible.split(look):
+        kept = [row for row in rows if part[:, row].any()]
+        recorder.add(part[:, kept].transpose(0, 1), kept)
+    support = recorder.support(len(steps))
     by_row = [[sorted(ids) if active else [] for active, ids in row] for row in zip(*steps, strict=True)]
     assert support.counts.tolist() == [[len(ids) for ids in row] for row in by_row]
     assert support.ids.tolist() == [index for row in by_row for ids in row for index in ids]

@@ -14,12 +14,12 @@ from grpo_core.policies.causal_lm.ends import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.loading import CAUSAL_LM, ModelKind, load_trained, read_context, vocabulary_size
 from grpo_core.policies.causal_lm.prompts import answer_start, encode_prompt, uses_template
 from grpo_core.policies.causal_lm.sampling_scoring import (
-    SamplingRule,
     head_gives_logits,
     sample_completions,
     score_completions,
 )
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.causal_lm.written import SamplingRule
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.encoded_prompts import EncodedPrompt, EncodedPrompts, RecentlyUsed, pad_prompts
 from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16

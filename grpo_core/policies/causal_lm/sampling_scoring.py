@@ -3,57 +3,23 @@
 A completion ends at an end token, or at the token that completes a stop text.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from grpo_core.logprobs import gather_logprobs, score_hidden, vocabulary_logprobs
-from grpo_core.policies.causal_lm.ends import StopTexts
+from grpo_core.logprobs import score_hidden
+from grpo_core.policies.causal_lm.written import SamplingRule, Written
 from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.kv_cache import grow_in_place
-from grpo_core.rollouts.actions import Sources, TokenBatch, TokenSupport
+from grpo_core.rollouts.actions import Sources, TokenSupport
 from grpo_core.rollouts.records import ActionLogprobs, Entropies, SampledTokens
-from grpo_core.sampling import SupportRecorder, draw_tokens, truncate, uniform_numbers
-from grpo_core.settings import Truncation
-
-
-@dataclass(frozen=True)
-class SamplingRule:
-    """How the next token is sampled from logits, and when to stop.
-
-    Attributes:
-        vocabulary: ids [0, vocabulary) can be sampled, except the forbidden ones.
-        ends: ids that end a row; they are sampled and trained as any other.
-        stops: texts that end a row; None: there are none.
-        max_tokens: of a row.
-        width: number of ids that the model has logits for; 0: as many as `vocabulary`.
-    """
-
-    vocabulary: int
-    temperature: float
-    truncation: Truncation
-    ends: tuple[int, ...]
-    stops: StopTexts | None
-    max_tokens: int
-    forbidden: Int[Tensor, " forbidden"] | None = None
-    width: int = 0
-
-    @property
-    def can_end(self) -> bool:
-        """Whether a row can end before its last token."""
-        return bool(self.ends or self.stops)
-
-    @cached_property
-    def never_sampled(self) -> tuple[int, ...]:
-        """The ids that the model has logits for and that cannot be sampled."""
-        forbidden = () if self.forbidden is None else self.forbidden.tolist()
-        return (*forbidden, *range(self.vocabulary, self.width))
+from grpo_core.sampling import uniform_numbers
 
 
 def without_router_losses(model: Any) -> dict[str, bool]:
@@ -80,10 +46,15 @@ def sample_completions(
     seeds: Sequence[int],
     sources: Sources | None = None,
     step_by_step: StepByStep | None = None,
+    tokens_per_look: int | None = None,
 ) -> SampledTokens:
-    """Sample one completion per row until every row has ended; `rows` are indices of the encoded, distinct prompts.
+    """Sample one completion per row until every row has ended.
 
-    `step_by_step`, for rows of one length, takes the place of the model's own forward pass.
+    Args:
+        rows: indices of the encoded, distinct prompts.
+        step_by_step: for rows of one length, takes the place of the model's own forward pass.
+        tokens_per_look: tokens after which the host looks for rows that have ended; None: each on a CPU, fewer on a
+            GPU, which runs dry meanwhile. What is sampled does not depend on it, but for rounding.
     """
     assert step_by_step is None or not rule.can_end, "all rows have one length"
     plain = without_router_losses(model)
@@ -105,13 +76,18 @@ def sample_completions(
     if attention is not None:
         attention = nn.functional.pad(attention, (0, rule.max_tokens), value=1)
     positions = encoded.positions(rule.max_tokens)[..., rows, :]
-    written = _Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device)
+    written = Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device)
     step = None if step_by_step is None else step_by_step(model, cache, attention, positions)
+    between = tokens_per_look or (1 if logits.device.type == "cpu" else _TOKENS_PER_LOOK)
     for index in range(rule.max_tokens):
         written.add(index, logits)
-        if index + 1 == rule.max_tokens:
+        last = index + 1 == rule.max_tokens
+        looks = last or (index + 1) % between == 0
+        if looks:
+            written.look(index + 1)
+        if last:
             break
-        if rule.can_end:
+        if looks and rule.can_end:
             kept = written.active.nonzero()[:, 0]
             if not len(kept):
                 break
@@ -124,73 +100,37 @@ def sample_completions(
         if step is not None:
             logits = step(written.ids[:, index], index)
             continue
-        logits = model(
-            input_ids=written.ids[written.rows, index : index + 1],
-            attention_mask=None if attention is None else attention[:, : encoded.length + index + 1],
-            position_ids=positions[..., index : index + 1],
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **plain,
-        ).logits[:, -1]
-    return written.sampled(prompts, sources, index + 1, encoded.lengths[rows])
+        with unread_padding(attention):
+            logits = model(
+                input_ids=written.ids[written.rows, index : index + 1],
+                attention_mask=None if attention is None else attention[:, : encoded.length + index + 1],
+                position_ids=positions[..., index : index + 1],
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **plain,
+            ).logits[:, -1]
+    return written.sampled(prompts, sources, encoded.lengths[rows])
 
 
-class _Written:
-    """The tokens of all rows so far; the model reads those of `rows`, some of which may have ended."""
+_TOKENS_PER_LOOK = 8
 
-    def __init__(
-        self, rows: int, rule: SamplingRule, uniforms: Float[Tensor, "batch time"], device: torch.device
-    ) -> None:
-        self.rule, self.uniforms = rule, uniforms.to(device)
-        self.ids = torch.zeros(rows, rule.max_tokens, dtype=torch.long, device=device)
-        self.mask = torch.zeros(rows, rule.max_tokens, dtype=torch.bool, device=device)
-        self.logprobs = torch.zeros(rows, rule.max_tokens, device=device)
-        self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.rows = torch.arange(rows, device=device)
-        self.active = torch.ones(rows, dtype=torch.bool, device=device)
-        self.ends = torch.tensor(rule.ends, dtype=torch.long, device=device)
-        self.recorder = SupportRecorder(rows) if rule.truncation.truncates else None
-        self.written: list[list[int]] = [[] for _ in range(rows)]  # only for stop texts
 
-    def add(self, index: int, logits: Float[Tensor, "rows ids"]) -> None:
-        rule, rows = self.rule, self.rows
-        distribution = truncate(
-            vocabulary_logprobs(logits, rule.vocabulary, rule.temperature, rule.forbidden), rule.truncation
-        )
-        sampled = draw_tokens(distribution, self.uniforms[rows, index])
-        if self.recorder is not None:
-            self.recorder.add(distribution[self.active], rows[self.active].tolist())
-        self.ids[rows, index] = torch.where(self.active, sampled, 0)
-        self.logprobs[rows, index] = torch.where(self.active, gather_logprobs(distribution, sampled), 0.0)
-        self.mask[rows, index] = self.active
-        ended = torch.isin(sampled, self.ends)
-        if rule.stops:
-            ended |= self._stopped(rule.stops, sampled)
-        self.active = self.active & ~ended
-        self.finished[rows] = ~self.active
+@contextmanager
+def unread_padding(attention: Int[Tensor, "rows total"] | None) -> Iterator[None]:
+    """Let a model of transformers make its mask of padded rows on a GPU without a look at the padding.
 
-    def keep(self, places: Int[Tensor, " kept"]) -> None:
-        self.rows, self.active = self.rows[places], self.active[places]
-
-    def _stopped(self, stops: StopTexts, sampled: Int[Tensor, " rows"]) -> Bool[Tensor, " rows"]:
-        stopped = [False] * len(sampled)
-        tokens, rows = sampled.tolist(), self.rows.tolist()
-        for place in self.active.nonzero()[:, 0].tolist():
-            own = self.written[rows[place]]
-            own.append(tokens[place])
-            stopped[place] = stops.completed(own)
-        return torch.tensor(stopped, device=sampled.device)
-
-    def sampled(
-        self, prompts: tuple[str, ...], sources: Sources | None, time: int, prompt_lengths: Int[Tensor, " rows"]
-    ) -> SampledTokens:
-        """Return the first `time` tokens, on the CPU; ids and log-probs after the end of a row are zero."""
-        support = None if self.recorder is None else self.recorder.support()
-        ids, mask = self.ids[:, :time].cpu(), self.mask[:, :time].cpu()
-        tokens = TokenBatch(prompts, ids, mask, self.rule.temperature, support, sources=sources)
-        logprobs, finished = self.logprobs[:, :time].cpu(), self.finished.cpu()
-        return SampledTokens(tokens, logprobs, finished, self.rule.max_tokens, prompt_lengths.cpu())
+    It looks whether any row is padded, to do without a mask, and so waits for the GPU in each step.
+    """
+    if attention is None or attention.device.type == "cpu":
+        yield
+        return
+    make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = lambda *args, **given: make(*args, **given | {"allow_is_causal_skip": False})
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
 _PROBE_LOGIT = 100.0

@@ -15,7 +15,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
+from grpo_core.policies.causal_lm.written import SamplingRule
 from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.engines.settings import Progress
 from grpo_core.policies.engines.vllm_requests import (

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from grpo_core.errors import InputError
-from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule
+from grpo_core.policies.causal_lm.written import SamplingRule
 from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.engines.vllm_server import Server, post
 from grpo_core.rollouts.actions import Sources

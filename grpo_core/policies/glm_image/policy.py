@@ -9,7 +9,8 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import nn
 
-from grpo_core.policies.causal_lm.sampling_scoring import SamplingRule, sample_completions, score_completions
+from grpo_core.policies.causal_lm.sampling_scoring import sample_completions, score_completions
+from grpo_core.policies.causal_lm.written import SamplingRule
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.encoded_prompts import EncodedPrompt, EncodedPrompts, RecentlyUsed, pad_prompts
 from grpo_core.policies.glm_image.decode_step import DecodeStep

@@ -1,7 +1,9 @@
 """Completions end where they should and are rendered as people read them; what follows the head of a model is found."""
 
+import copy
 import string
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 from transformers.generation import StopStringCriteria
 
@@ -18,7 +22,7 @@ from grpo_core.policies.causal_lm.ends import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.family import FAMILY
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import prompt_ids
-from grpo_core.policies.causal_lm.sampling_scoring import head_gives_logits
+from grpo_core.policies.causal_lm.sampling_scoring import head_gives_logits, sample_completions, unread_padding
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.rollouts.records import SampledTokens
@@ -164,6 +168,64 @@ def test_16_bit_arithmetic_over_32_bit_weights_changes_little_and_is_the_same_on
     off = float((reference - sampled.rollout_logprobs).abs().max())
     assert 1e-4 < off < 0.5
     assert float((again - sampled.rollout_logprobs).abs().mean()) < 0.02
+
+
+@pytest.mark.parametrize("stop", [(), ("n", "t")])
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_what_is_sampled_does_not_depend_on_how_often_the_host_looks(
+    monkeypatch: pytest.MonkeyPatch, stop: tuple[str, ...], top_p: float
+) -> None:
+    """Rows that ended since are sampled on, and what they have after their end is dropped."""
+    policy = build_text_policy(CausalLMSettings(max_completion_length=20, stop=stop, top_p=top_p))
+    found = []
+    for every in (1, 3, 64):
+        looking = partial(sample_completions, tokens_per_look=every)
+        monkeypatch.setattr("grpo_core.policies.causal_lm.policy.sample_completions", looking)
+        found.append(drawn(policy))
+    first = found[0]
+    assert 1 < first.actions.token_ids.shape[1] < 20 or not stop
+    for other in found[1:]:
+        for name in ("token_ids", "loss_mask"):
+            assert torch.equal(getattr(first.actions, name), getattr(other.actions, name))
+        assert torch.equal(first.finished, other.finished)
+        # Where rows leave at other times, products are of other sizes.
+        torch.testing.assert_close(first.rollout_logprobs, other.rollout_logprobs, rtol=0, atol=1e-5)
+        for one, two in zip(_support(first), _support(other), strict=True):
+            assert torch.equal(one, two)
+
+
+def _support(sampled: SampledTokens) -> tuple[Tensor, ...]:
+    support = sampled.actions.support
+    return () if support is None else (support.ids, support.counts)
+
+
+class _Reads(TorchDispatchMode):
+    """How many values the host reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "cohere"])
+def test_a_mask_is_made_without_a_look_at_the_padding(kind: str) -> None:
+    model, ids = make_model(kind), torch.arange(12).view(2, 6) + 3
+    attention = torch.ones_like(ids).index_fill(1, torch.tensor([0, 1]), 0).index_fill(0, torch.tensor([1]), 1)
+    elsewhere = torch.empty_like(attention, device="meta")
+    with torch.no_grad():
+        cache = model(ids[:, :5], attention_mask=attention[:, :5], use_cache=True).past_key_values
+        given = {"input_ids": ids[:, 5:], "attention_mask": attention, "position_ids": torch.full((2, 1), 5)}
+        expected = model(**given, past_key_values=copy.deepcopy(cache)).logits
+        with _Reads() as looked:
+            model(**given, past_key_values=copy.deepcopy(cache))
+        with unread_padding(elsewhere), _Reads() as unread:
+            found = model(**given, past_key_values=cache).logits
+    assert torch.equal(found, expected)
+    assert (looked.count, unread.count) == (1, 0)
 
 
 # --- the kind of policy
