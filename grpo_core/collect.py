@@ -1,7 +1,7 @@
 """Sample groups for prompts, with everything that later training needs."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -54,9 +54,10 @@ def collect_rollouts(
     whole = not requests
     batches = list(sampled_at_once(requests, prompts_per_batch))
     assert all(len({len(request.sample_ids) for request in batch}) == 1 for batch in batches), "equally many samples"
-    for group in policy.sample_batches(batches):
+    groups = policy.sample_batches(batches)
+    for group in _with_reference(policy, groups, rows_per_pass) if with_reference else groups:
         whole = whole or not all(isinstance(output, BrokenImage) for output in group.outputs)
-        yield _with_reference(policy, group, rows_per_pass) if with_reference else group
+        yield group
     if not whole:
         hint = "The weights that make the images are damaged, or their arithmetic overflows: use float32 or bfloat16."
         raise NonFiniteError("pixel", [name for request in requests for name in request.sample_ids], hint)
@@ -85,23 +86,33 @@ def _join(parts: Sequence[Actions]) -> Actions:
     return kind.join(parts)  # type: ignore[arg-type]
 
 
-def _with_reference(policy: Policy, group: RolloutGroup, rows_per_pass: int) -> RolloutGroup:
-    compared = {
-        stream: _compared(component, group.streams[stream].actions, rows_per_pass)
-        for stream, component in policy.components.items()
-    }
-    return replace(group, compared=compared)
+def _with_reference(policy: Policy, groups: Iterator[RolloutGroup], rows_per_pass: int) -> Iterator[RolloutGroup]:
+    # Where networks are offloaded, those that sample and those that score would change places for each group.
+    parts = [list(groups)] if policy.offload.enabled else ([group] for group in groups)
+    for part in parts:
+        compared = {
+            stream: _compared(component, [group.streams[stream].actions for group in part], rows_per_pass)
+            for stream, component in policy.components.items()
+        }
+        for place, group in enumerate(part):
+            yield replace(group, compared={stream: each[place] for stream, each in compared.items()})
 
 
 @torch.no_grad()
-def _compared(component: PolicyComponent, actions: Actions, rows_per_pass: int) -> ComparedLogprobs:
-    """Score under the policy and under its reference, both in one pass over whole rows.
+def _compared(component: PolicyComponent, groups: Sequence[Actions], rows_per_pass: int) -> list[ComparedLogprobs]:
+    """Score each group under the policy and under its reference, both in one pass over whole rows.
 
     Sampling token by token rounds differently, and a reward without another spread would be that difference.
     """
-    scored, reference = [], []
-    for start in range(0, len(actions), rows_per_pass):
-        chunk = actions.select(range(start, min(start + rows_per_pass, len(actions))))
-        scored.append(component.logprobs(chunk, entropy="none").logprobs.cpu())
-        reference.append(component.reference_logprobs(chunk).cpu())
-    return ComparedLogprobs(torch.cat(scored), torch.cat(reference))
+
+    def scores(score: Callable[[Actions], Tensor]) -> list[Tensor]:
+        starts = [range(0, len(actions), rows_per_pass) for actions in groups]
+        chunks = [
+            [actions.select(range(start, min(start + rows_per_pass, len(actions)))) for start in own]
+            for actions, own in zip(groups, starts, strict=True)
+        ]
+        return [torch.cat([score(chunk).cpu() for chunk in own]) for own in chunks]
+
+    scored = scores(lambda actions: component.logprobs(actions, entropy="none").logprobs)
+    with component.as_reference():
+        return list(map(ComparedLogprobs, scored, scores(component.reference_logprobs)))

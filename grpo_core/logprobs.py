@@ -82,13 +82,16 @@ def score_hidden(
         head: hidden states [tokens, dim] -> logits [tokens, ids], at least `vocabulary` of them; for a model that
             returns all logits, these are given as hidden states and the head returns them unchanged.
         token_ids: any ids where the mask is False.
+        loss_mask: on any device; without a wait where it is on the CPU.
         support: the ids each token was sampled from; None without truncation.
         forbidden: ids below `vocabulary` that are left out.
         chunk_tokens: tokens whose logits are in memory at once.
     """
-    places = loss_mask.nonzero(as_tuple=True)
+    # Looked for on the CPU, from where the mask comes: on a GPU the host would wait for their number.
+    trained = loss_mask.cpu()
+    places = tuple(each.to(hidden.device, non_blocking=True) for each in trained.nonzero(as_tuple=True))
     states, ids = hidden[places].split(chunk_tokens), token_ids[places].split(chunk_tokens)
-    possible = [None] * len(ids) if support is None else _by_chunk(support, loss_mask, chunk_tokens)
+    possible = [None] * len(ids) if support is None else _by_chunk(support, trained, chunk_tokens)
     chunks = list(zip(states, ids, possible, strict=True))
     score = partial(
         _score_chunk, head, vocabulary=vocabulary, temperature=temperature, forbidden=forbidden, entropy=entropy
@@ -182,7 +185,7 @@ class _Normalised(torch.autograd.Function):
 
 def _by_chunk(support: TokenSupport, loss_mask: Bool[Tensor, "batch time"], chunk_tokens: int) -> list[TokenSupport]:
     """Split the support of the trained tokens into one row per chunk."""
-    trained = loss_mask.flatten().cpu()
+    trained = loss_mask.flatten()
     counts = support.counts.flatten()
     ids = support.ids[trained.repeat_interleave(counts)]
     parts = counts[trained].split(chunk_tokens)
@@ -194,5 +197,6 @@ def _possible_ids(support: TokenSupport, vocabulary: int, device: torch.device) 
     counts = support.counts[0]
     tokens = torch.arange(len(counts)).repeat_interleave(counts)
     possible = torch.zeros(len(counts), vocabulary, dtype=torch.bool, device=device)
-    possible[tokens.to(device), support.ids.to(device, torch.long)] = True
+    places = torch.stack([tokens, support.ids.long()]).to(device, non_blocking=True)
+    possible[places[0], places[1]] = True
     return possible

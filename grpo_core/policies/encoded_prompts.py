@@ -167,7 +167,9 @@ def pad_prompts(prompts: Sequence[EncodedPrompt], device: torch.device, *, compl
     length = max(len(each.ids) for each in prompts)
 
     def padded(rows: Sequence[Tensor], dim: int = 0) -> Tensor:
-        return torch.stack([nn.functional.pad(row, (length - row.shape[-1], 0)) for row in rows], dim).to(device)
+        return torch.stack([nn.functional.pad(row, (length - row.shape[-1], 0)) for row in rows], dim).to(
+            device, non_blocking=True
+        )
 
     positions = [torch.arange(len(each.ids)) if each.positions is None else each.positions for each in prompts]
     names = sorted({name for each in prompts for name in each.token_types})
@@ -181,7 +183,7 @@ def pad_prompts(prompts: Sequence[EncodedPrompt], device: torch.device, *, compl
         input_ids=padded([torch.tensor(each.ids) for each in prompts]),
         attention_mask=padded([torch.ones(len(each.ids), dtype=torch.long) for each in prompts]),
         position_ids=padded(positions, positions[0].ndim - 1),
-        next_positions=torch.stack(filled, 1).to(device) if filled else None,
+        next_positions=torch.stack(filled, 1).to(device, non_blocking=True) if filled else None,
         features=features if any(features) else (),
         token_types={
             name: padded([each.token_types.get(name, zero) for each, zero in zip(prompts, zeros, strict=True)])

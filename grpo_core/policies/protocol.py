@@ -42,6 +42,9 @@ class PolicyComponent(Protocol):
     def reference_logprobs(self, actions: Any) -> "Float[Tensor, 'batch time']":
         """Compute the log-probs of such actions under the frozen reference, without gradients."""
 
+    def as_reference(self) -> AbstractContextManager["nn.Module"]:
+        """Return a context for several calls of `reference_logprobs`, which exchange no weights inside it."""
+
     def summed_values(self, actions: Any) -> int:
         """Return how many values a log-prob of such actions is a sum over, each of which rounds on its own."""
 

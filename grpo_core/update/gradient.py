@@ -131,16 +131,16 @@ def _backward(
     logprobs = scored.logprobs.detach()
 
     def aligned(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[:, :time].to(logprobs.device)
+        return None if values is None else values[:, :time].to(logprobs.device, non_blocking=True)
 
-    mask = minibatch.trained[part, :time].to(logprobs.device)
+    mask = minibatch.trained[part, :time].to(logprobs.device, non_blocking=True)
     high_entropy, old = minibatch.entropy_mask, aligned(chunk.old_logprobs)
     inputs = LossInputs(
         logprobs=scored.logprobs,
         old_logprobs=logprobs if old is None else old,
         rollout_logprobs=aligned(chunk.rollout_logprobs),
         ref_logprobs=aligned(chunk.ref_logprobs),
-        advantages=chunk.advantages.to(logprobs.device),
+        advantages=chunk.advantages.to(logprobs.device, non_blocking=True),
         loss_mask=mask,
         entropy=scored.entropy,
         entropy_mask=None if high_entropy is None else aligned(high_entropy[part]),

@@ -132,12 +132,16 @@ def _scored(
         """Score each process's share of the chosen rows; every process gets all scores, [rows, time], on the CPU."""
         found = torch.zeros(quantities, *rows.actions.loss_mask.shape)
         lengths = rows.actions.loss_mask[chosen].sum(-1).tolist()
+        passes = []
         for places, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
             part = [chosen[place] for place in places]
-            scored = torch.stack(score(rows.actions.select(part).trimmed())).cpu()
+            scored = torch.stack(score(rows.actions.select(part).trimmed()))
             if counts:
-                found[:, part, : scored.shape[-1]] = scored
+                passes.append((part, scored))
             tick()
+        # Read after the last pass is queued: a GPU would run dry while the host waits after each.
+        for part, scored in passes:
+            found[:, part, : scored.shape[-1]] = scored.cpu()
         return list(process_group.add(found))
 
     def under_policy(actions: Actions) -> list[Tensor]:
@@ -149,7 +153,9 @@ def _scored(
     if not settings.with_reference_logprobs:
         return rows
     every = list(range(len(rows)))
-    return replace(rows, ref_logprobs=scores(every, lambda actions: [component.reference_logprobs(actions)], 1)[0])
+    with component.as_reference():
+        (reference,) = scores(every, lambda actions: [component.reference_logprobs(actions)], 1)
+    return replace(rows, ref_logprobs=reference)
 
 
 def _with_old_logprobs(rows: TrainingRows, indices: list[int], logprobs: Tensor) -> TrainingRows:

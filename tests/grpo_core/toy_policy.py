@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from grpo_core.logprobs import entropy_of, gather_logprobs
 from grpo_core.policies.drafts import sample_drafts
+from grpo_core.policies.trained.offload import NO_OFFLOAD
 from grpo_core.rollouts.actions import Sources, TokenBatch
 from grpo_core.rollouts.records import (
     ActionLogprobs,
@@ -30,6 +31,8 @@ from grpo_core.sampling import draw_tokens, uniform_numbers
 
 class TablePolicy:
     """One row of logits for each prompt and place. A prompt is its row's number, written out."""
+
+    offload = NO_OFFLOAD
 
     def __init__(self, prompts: int, time: int = 5, support: int = 4, seed: int = 0) -> None:
         logits = torch.randn(prompts, time, support, generator=torch.Generator().manual_seed(seed))
@@ -108,6 +111,10 @@ class TablePolicy:
     @torch.no_grad()
     def reference_logprobs(self, tokens: TokenBatch) -> Tensor:
         return self._score(self.reference, tokens, entropy="none").logprobs
+
+    def as_reference(self) -> AbstractContextManager[Any]:
+        """The reference has a table of its own."""
+        return nullcontext()
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         return {"table": self.table}

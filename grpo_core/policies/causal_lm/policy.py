@@ -168,7 +168,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         """Encode the distinct prompts with their images, and return the index of each given prompt among them."""
         given = list(zip(prompts, sources or ((),) * len(prompts), strict=True))
         places = {each: index for index, each in enumerate(dict.fromkeys(given))}
-        rows = torch.tensor([places[each] for each in given], device=self._device)
+        rows = torch.tensor([places[each] for each in given]).to(self._device, non_blocking=True)
         distinct, images = [prompt for prompt, _ in places], [images for _, images in places]
         return self.encode(distinct, images, for_engine=for_engine), rows
 
@@ -226,14 +226,13 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
 
     def _score(self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
         assert not kl, "the KL over a vocabulary is estimated from log-probs"
-        device = self._device
         with self._precision():
             encoded, rows = self._distinct(actions.prompts, actions.sources)
             return score_completions(
                 _unwrapped(model),
                 encoded.select(rows),
-                actions.token_ids.to(device),
-                actions.loss_mask.to(device),
+                actions.token_ids,
+                actions.loss_mask,
                 vocabulary=self.vocabulary,
                 temperature=actions.temperature,
                 support=actions.support,

@@ -151,15 +151,16 @@ def score_completions(
 ) -> ActionLogprobs:
     """Compute log-probs of stored tokens with the positions, padding, support and temperature of their sampling.
 
-    Prompts are encoded for each row, and tokens padded on the right. Logits come from the model where its head does not
-    give them (`head_gives_logits`).
+    Prompts are encoded for each row, and tokens, which are on the CPU, padded on the right. Logits come from the model
+    where its head does not give them (`head_gives_logits`).
     """
-    time = token_ids.shape[1]
+    time, device = token_ids.shape[1], encoded.input_ids.device
+    token_ids, mask = (each.to(device, non_blocking=True) for each in (token_ids, loss_mask))
     read = token_ids
     if forbidden is not None:
         # Its log-prob says that it was never sampled; the model would look for the image of a placeholder.
         read = token_ids.masked_fill(torch.isin(token_ids, forbidden), 0)
-    inputs = _inputs(encoded, read[:, :-1], loss_mask[:, :-1]) | without_router_losses(model)
+    inputs = _inputs(encoded, read[:, :-1], mask[:, :-1]) | without_router_losses(model)
     if whole_logits:
         # One more position than `time` is requested: the slice keeps the last `time` of them.
         states, head = model(**inputs, use_cache=False, logits_to_keep=time).logits, nn.Identity()

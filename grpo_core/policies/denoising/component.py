@@ -226,8 +226,9 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
     def _call(self, actions: DenoisingBatch, rows: list[int]) -> "_Call":
         part = actions.select(rows)
         arguments = self._arguments(part.prompts, part.drafts, part.sizes[0], part.sources)
+        states = torch.stack(part.states, 1).to(self._device, non_blocking=True)
         # States first: each is contiguous, as while sampling. Some products in 16 bits round differently over strides.
-        return _Call(rows, arguments, part.sizes[0], part.first_steps[0], torch.stack(part.states, 1).to(self._device))
+        return _Call(rows, arguments, part.sizes[0], part.first_steps[0], states)
 
     def _alike(self, actions: DenoisingBatch) -> list[list[int]]:
         """Group rows that one call can score: of one size and window, and with all that `_shared` names in common."""
@@ -283,7 +284,8 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
 
     def _order(self, calls: Sequence["_Call"]) -> Int[Tensor, " batch"]:
         """Return what puts the rows of all calls, one after another, into the order of the batch."""
-        return torch.tensor([row for call in calls for row in call.rows], device=self._device).argsort()
+        order = torch.tensor([row for call in calls for row in call.rows]).argsort()
+        return order.to(self._device, non_blocking=True)
 
     @torch.no_grad()
     def _arguments(

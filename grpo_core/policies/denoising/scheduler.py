@@ -203,7 +203,8 @@ class NoisyScheduler(WindowScheduler):
         moved = self._transition(index, latents, velocity)
         drawn = [torch.randn(moved.mean.shape[1:], generator=generator) for generator in self.generators]
         # The pipeline continues from the rounded latents, and it is these that are scored.
-        following = (moved.mean + moved.std * torch.stack(drawn).to(moved.mean)).to(stored)
+        noise = torch.stack(drawn).to(moved.mean, non_blocking=True)
+        following = (moved.mean + moved.std * noise).to(stored)
         self._look_at(following, index)
         self.states.append(following)
         self.logprobs.append(step_logprob(following.to(moved.mean.dtype), moved, self.settings.logprob_reduction))

@@ -85,7 +85,7 @@ class GlmImageDecoder(DenoisingComponent):
         token_ids, loss_mask = _fitted(drafts.token_ids, grids), _fitted(drafts.loss_mask, grids)
         return {
             "prompt_embeds": self._glyph_embeds(prompts[0], device=device, dtype=dtype).expand(len(prompts), -1, -1),
-            "prior_token_ids": large_grid_ids(token_ids, loss_mask, grids).to(device),
+            "prior_token_ids": large_grid_ids(token_ids, loss_mask, grids).to(device, non_blocking=True),
             "height": size.height,
             "width": size.width,
             "guidance_scale": self.settings.guidance_scale,

@@ -160,13 +160,12 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         for size, edit in dict.fromkeys(kinds):
             alike = actions.select([row for row, own in enumerate(kinds) if own == (size, edit)])
             require_fit(alike, self.grids_of(size, edit=edit), size)
-        device = self._device
         with self._precision():
             return score_completions(
                 self._base,
                 self.encode(actions.prompts, sizes, actions.sources),
-                actions.token_ids.to(device),
-                actions.loss_mask.to(device),
+                actions.token_ids,
+                actions.loss_mask,
                 vocabulary=self.vocabulary,
                 temperature=actions.temperature,
                 support=actions.support,

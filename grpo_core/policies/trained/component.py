@@ -79,6 +79,7 @@ class TrainedComponent(ABC, Generic[A]):
     autocast: torch.dtype | None
     offload: ComponentOffload = NO_OFFLOAD
     parts: tuple[str, ...] = ()
+    _is_reference = False
 
     @abstractmethod
     def _score(self, model: nn.Module, actions: A, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
@@ -102,8 +103,21 @@ class TrainedComponent(ABC, Generic[A]):
 
     def reference_logprobs(self, actions: A) -> Float[Tensor, "batch time"]:
         """Compute the log-probs of the actions under the reference, without gradients."""
-        with torch.no_grad(), self.offload.using(*self._parts_of(actions)), self.trained.reference() as reference:
+        with torch.no_grad(), self.offload.using(*self._parts_of(actions)), self.as_reference() as reference:
             return self._score(reference, actions, entropy="none").logprobs
+
+    @contextmanager
+    def as_reference(self) -> Iterator[nn.Module]:
+        """Have the reference's weights in place of the policy's inside; where they are there already, they stay."""
+        if self._is_reference:
+            yield self.trained.model
+            return
+        with self.trained.reference() as reference:
+            self._is_reference = True
+            try:
+                yield reference
+            finally:
+                self._is_reference = False
 
     def summed_values(self, actions: A) -> int:
         """Return how many values a log-prob of these actions is a sum over, each of which rounds on its own."""

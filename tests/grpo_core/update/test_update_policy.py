@@ -10,17 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
 from grpo_core.losses.reductions import Denominators
 from grpo_core.losses.settings import MismatchSettings
 from grpo_core.parity import ParityError, ParityTolerance
-from grpo_core.rollouts.records import TrainingRows
+from grpo_core.policies.trained import model
+from grpo_core.policies.trained.settings import TrainingChoice
+from grpo_core.rollouts.records import GroupRequest, TrainingRows
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings, microbatches, minibatches
 from grpo_core.update.step import RatioStepMetrics, UpdateResult
 from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
+from tests.tiny_policies import TEXT_PROMPTS, build_text_policy
 
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 9))
@@ -345,3 +349,17 @@ def test_a_gradient_that_is_not_finite_is_refused_before_the_step() -> None:
 
 
 # --- the shipped model
+
+
+def test_the_references_weights_are_exchanged_once_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all weights are trained each exchange copies them."""
+    policy = build_text_policy(choice=TrainingChoice(lora=None, reference="cpu"))
+    requests = [GroupRequest(each, (f"{each} 0", f"{each} 1"), (1, 2), (0, 0)) for each in TEXT_PROMPTS[:3]]
+    rows = join_groups(list(collect_rollouts(policy, requests, prompts_per_batch=3)), torch.tensor([[1.0, -1.0]] * 3))
+    exchanges: list[int] = []
+    exchange = model._exchange
+    monkeypatch.setattr(model, "_exchange", lambda *given: (exchanges.append(1), exchange(*given)))
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.01))
+    result = update_policy(policy, optimizer, rows, UpdateSettings(kl_coef=0.1, micro_batch_size=2), seed=0)
+    assert result.steps[0].kl == pytest.approx(0.0, abs=1e-6)
+    assert len(exchanges) == 2  # to the reference's and back

@@ -152,7 +152,12 @@ def test_both_halves_of_glm_image_are_moved_once_a_stage() -> None:
     halves = [("vision_language_encoder",), ("transformer", "text_encoder")]
     tokens, decoder = (frozen_bytes(policy, *names) for names in halves)
     # Two batches of prompts: all tokens, then all images.
-    assert found[True][2] == [tokens + decoder + frozen_bytes(policy, "vae"), tokens, decoder]
+    sampling = tokens + decoder + frozen_bytes(policy, "vae")
+    assert found[True][2] == [sampling, tokens, decoder]
+    compared = list(collect_rollouts(policy, requests, prompts_per_batch=2, with_reference=True))
+    assert all(group.compared.keys() == set(STREAMS) for group in compared)
+    # Then both score, one after the other.
+    assert policy.offload.take_moved().bytes == sampling + tokens + decoder
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
