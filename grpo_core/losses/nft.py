@@ -20,7 +20,7 @@ class NoisedImages:
 
     def to(self, other: Tensor) -> "NoisedImages":
         """Return the same with the device and the dtype of another tensor."""
-        return NoisedImages(*(getattr(self, each.name).to(other) for each in fields(self)))
+        return NoisedImages(*(getattr(self, each.name).to(other, non_blocking=True) for each in fields(self)))
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ class EncodedPrompts:
         features: of each prompt's images, None without any; empty: no prompt has images.
         completion_type: the token type of a completion's ids.
         marked: without padding.
+        padded: whether their lengths differ, known without a look at the mask.
     """
 
     input_ids: Int[Tensor, "prompts length"]
@@ -117,6 +118,7 @@ class EncodedPrompts:
     token_types: Mapping[str, Int[Tensor, "prompts length"]] = field(default_factory=dict)
     completion_type: int = 0
     marked: tuple[list[int], ...] | None = None
+    padded: bool = True
 
     @property
     def length(self) -> int:
@@ -191,6 +193,7 @@ def pad_prompts(prompts: Sequence[EncodedPrompt], device: torch.device, *, compl
         },
         completion_type=completion_type,
         marked=marked if any(each.marked is not None for each in prompts) else None,
+        padded=any(len(each.ids) < length for each in prompts),
     )
 
 

@@ -13,7 +13,7 @@ from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.rollouts.records import Entropies, TrainingRows
 from grpo_core.update.process_group import ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings, microbatches
-from grpo_core.update.step import StepSums
+from grpo_core.update.step import StepSums, to_host
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,16 @@ def add_up_gradient(
     """Add the gradients of this process's microbatches to those of the parameters."""
     lengths = minibatch.rows.actions.loss_mask[minibatch.indices].sum(-1).tolist()
     passes = Passes(StepSums(minibatch.trained), torch.zeros(minibatch.trained.shape))
-    found = []
+    parts, found = list[list[int]](), list[Tensor]()
     for part, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
         logprobs, broken = _backward(component, minibatch, part, settings, passes, counts=counts)
         if counts:
-            found.append((part, logprobs, broken))
+            parts.append(part)
+            found += logprobs, broken
         tick()
-    # Read after the last pass is queued: a GPU would run dry while the host waits after each.
-    for part, logprobs, broken in found:
-        passes.logprobs[part, : logprobs.shape[1]] = logprobs.cpu()
+    read = iter(to_host(found))
+    for part, logprobs, broken in zip(parts, read, read, strict=True):
+        passes.logprobs[part, : logprobs.shape[1]] = logprobs
         names = (minibatch.sample_ids[place] for place in part)
         passes.broken += [name for name, bad in zip(names, broken.tolist(), strict=True) if bad]
     return passes

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.losses.nft import NoisedImages, mean_square, nft_terms
@@ -33,6 +33,7 @@ from grpo_core.update.step import (
     mean,
     no_gradient_of_a_refused_update,
     optimizer_step,
+    to_host,
 )
 
 
@@ -131,6 +132,19 @@ class _Passes:
     count: int
     sums: Float[Tensor, " measurements"] = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
     broken: list[str] = field(default_factory=list)
+    _found: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
+
+    def add(self, rows: list[int], finite: Bool[Tensor, " images"], sums: Float[Tensor, " measurements"]) -> None:
+        """Keep what one pass over images of these rows has found, on its device."""
+        self._found.append((rows, finite, sums))
+
+    def read(self, sample_ids: Sequence[str]) -> None:
+        """Sum up the passes, once all are queued."""
+        read = iter(to_host([each for _, *both in self._found for each in both]))
+        for (rows, *_), finite, sums in zip(self._found, read, read, strict=True):
+            self.sums += sums
+            broken = {row for row, good in zip(rows, finite.tolist(), strict=True) if not good}
+            self.broken += [sample_ids[row] for row in sorted(broken)]
 
     def metrics(self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool) -> NftStepMetrics:
         loss, policy_loss, kl, positive, negative, change = (process_group.add(self.sums) / self.count).tolist()
@@ -181,6 +195,7 @@ def update_by_nft(
         for part, counts in share(parts[number], process_group):
             _backward(component, process, part, epoch, settings, passes, counts=counts)
             tick()
+        passes.read(rows.sample_ids)
         return passes
 
     def step(number: int, passes: _Passes) -> NftStepMetrics:
@@ -224,11 +239,10 @@ def _backward(
     (loss if counts else loss * 0.0).backward()
     if not counts:
         return
-    broken = {each.row for each, finite in zip(part, losses.isfinite().tolist(), strict=True) if not finite}
-    passes.broken += [process.rows.sample_ids[row] for row in sorted(broken)]
     change = mean_square((velocity - old).detach())
     measured = (losses, terms.policy, kl, terms.positive, terms.negative, change)
-    passes.sums += torch.stack([values.detach().double().sum() for values in measured]).cpu()
+    sums = torch.stack([values.detach().double().sum() for values in measured])
+    passes.add([each.row for each in part], losses.isfinite(), sums)
 
 
 @torch.no_grad()

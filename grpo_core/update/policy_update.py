@@ -25,6 +25,7 @@ from grpo_core.update.step import (
     keeping_old,
     no_gradient_of_a_refused_update,
     optimizer_step,
+    to_host,
 )
 
 
@@ -132,16 +133,16 @@ def _scored(
         """Score each process's share of the chosen rows; every process gets all scores, [rows, time], on the CPU."""
         found = torch.zeros(quantities, *rows.actions.loss_mask.shape)
         lengths = rows.actions.loss_mask[chosen].sum(-1).tolist()
-        passes = []
+        parts, scored = list[list[int]](), list[Tensor]()
         for places, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
             part = [chosen[place] for place in places]
-            scored = torch.stack(score(rows.actions.select(part).trimmed()))
+            each = torch.stack(score(rows.actions.select(part).trimmed()))
             if counts:
-                passes.append((part, scored))
+                parts.append(part)
+                scored.append(each)
             tick()
-        # Read after the last pass is queued: a GPU would run dry while the host waits after each.
-        for part, scored in passes:
-            found[:, part, : scored.shape[-1]] = scored.cpu()
+        for part, each in zip(parts, to_host(scored), strict=True):
+            found[:, part, : each.shape[-1]] = each
         return list(process_group.add(found))
 
     def under_policy(actions: Actions) -> list[Tensor]:

@@ -201,6 +201,15 @@ class UpdateResult:
         }
 
 
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies on the CPU, made by one transfer: a GPU runs dry while the host waits for each."""
+    if not tensors:
+        return []
+    sizes = [each.numel() for each in tensors]
+    parts = torch.cat([each.flatten() for each in tensors]).cpu().split(sizes)
+    return [part.view(each.shape).to(each.dtype) for part, each in zip(parts, tensors, strict=True)]
+
+
 class StepSums:
     """Sums over the microbatches of one minibatch, on their device; they are read, and means taken, once at the end."""
 
@@ -240,12 +249,14 @@ class StepSums:
         self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool, with_entropy: bool
     ) -> RatioStepMetrics:
         """Return the means over the tokens of all processes."""
-        own = self._sums.cpu() if isinstance(self._sums, Tensor) else torch.zeros(11, dtype=torch.float64)
+        none = torch.zeros(11, dtype=torch.float64)
+        parts = [found for _, found in self._clipped]
+        own, *clipped = to_host([self._sums if isinstance(self._sums, Tensor) else none, *parts])
         sums = process_group.add(own).tolist()
         loss, policy_loss, kl, entropy, ratio, clamped, weight, tokens, clip_low, clip_high, counted = sums
         shares = torch.zeros(2, len(self._rows), dtype=torch.float64)
-        for rows, found in self._clipped:
-            shares[:, rows] = found.cpu()
+        for (rows, _), found in zip(self._clipped, clipped, strict=True):
+            shares[:, rows] = found
         low, high = process_group.add(shares)[:, self._rows]
         divisor, counted = max(tokens, 1.0), max(counted, 1.0)
         return RatioStepMetrics(

@@ -72,7 +72,7 @@ def sample_completions(
     cache.batch_select_indices(rows)
     grow_in_place(cache, encoded.length + rule.max_tokens)
     # Without a mask the model looks for padding no more in each step.
-    attention = None if encoded.attention_mask.all() else encoded.attention_mask[rows]
+    attention = encoded.attention_mask[rows] if encoded.padded else None
     if attention is not None:
         attention = nn.functional.pad(attention, (0, rule.max_tokens), value=1)
     positions = encoded.positions(rule.max_tokens)[..., rows, :]
@@ -100,7 +100,7 @@ def sample_completions(
         if step is not None:
             logits = step(written.ids[:, index], index)
             continue
-        with unread_padding(attention):
+        with unread_padding(logits.device, padded=attention is not None):
             logits = model(
                 input_ids=written.ids[written.rows, index : index + 1],
                 attention_mask=None if attention is None else attention[:, : encoded.length + index + 1],
@@ -117,12 +117,12 @@ _TOKENS_PER_LOOK = 8
 
 
 @contextmanager
-def unread_padding(attention: Int[Tensor, "rows total"] | None) -> Iterator[None]:
+def unread_padding(device: torch.device, *, padded: bool) -> Iterator[None]:
     """Let a model of transformers make its mask of padded rows on a GPU without a look at the padding.
 
     It looks whether any row is padded, to do without a mask, and so waits for the GPU in each step.
     """
-    if attention is None or attention.device.type == "cpu":
+    if device.type == "cpu" or not padded:
         yield
         return
     make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
@@ -161,12 +161,14 @@ def score_completions(
         # Its log-prob says that it was never sampled; the model would look for the image of a placeholder.
         read = token_ids.masked_fill(torch.isin(token_ids, forbidden), 0)
     inputs = _inputs(encoded, read[:, :-1], mask[:, :-1]) | without_router_losses(model)
-    if whole_logits:
-        # One more position than `time` is requested: the slice keeps the last `time` of them.
-        states, head = model(**inputs, use_cache=False, logits_to_keep=time).logits, nn.Identity()
-    else:
-        states = model.base_model(**inputs, use_cache=False).last_hidden_state[:, encoded.length - 1 :]
-        head = model.get_output_embeddings()
+    padded = encoded.padded or not bool(loss_mask[:, :-1].all())
+    with unread_padding(device, padded=padded):
+        if whole_logits:
+            # One more position than `time` is requested: the slice keeps the last `time` of them.
+            states, head = model(**inputs, use_cache=False, logits_to_keep=time).logits, nn.Identity()
+        else:
+            states = model.base_model(**inputs, use_cache=False).last_hidden_state[:, encoded.length - 1 :]
+            head = model.get_output_embeddings()
     if states.ndim != 3 or states.shape[:2] != token_ids.shape:
         # Of a model that predicts several tokens at each place.
         raise ValueError(f"the model returned {list(states.shape)} for {list(token_ids.shape)} tokens")

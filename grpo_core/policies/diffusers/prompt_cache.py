@@ -43,7 +43,7 @@ class _Kept:
 
     def returned(self) -> Any:
         pairs = zip(self.leaves, self.devices, strict=True)
-        leaves = [each if device is None else each.to(device) for each, device in pairs]
+        leaves = [each if device is None else each.to(device, non_blocking=True) for each, device in pairs]
         return tree_unflatten(leaves, self.structure)
 
 
