@@ -144,6 +144,7 @@ def estimate_model(
     workloads = {
         stream: Workload(
             dtype=config.policy.dtype,
+            autocast=config.policy.autocast,
             group_size=compared[stream],
             prompts_per_batch=config.rollout.prompts_per_batch,
             micro_batch_size=update.micro_batch_size,

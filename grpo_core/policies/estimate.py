@@ -3,7 +3,7 @@
 Weights, adapters, copies, gradients, optimizer moments and a policy version's files are exact: their parameters are
 counted on the meta device. What a pass computes is bytes for each position, block and unit of hidden width, taken from
 what autograd keeps of blocks of SD3, FLUX, Qwen-Image, Z-Image and GLM-Image (69 to 131 in fp32, 42 to 96 in 16 bits).
-PyTorch's allocator is within 9 % of it, but for autocast; workspaces and fragmentation are in ERROR_MARGIN.
+PyTorch's allocator is within 9 % of it; workspaces and fragmentation are in ERROR_MARGIN.
 """
 
 from collections.abc import Iterator, Mapping
@@ -96,6 +96,7 @@ class Workload:
         sizes: of the images, each once; empty: texts, or images of the size in the settings.
         averages: copies of the trained parameters that an update keeps, such as a moving average.
         offload_optimizer: the optimizer's moments are in CPU memory.
+        autocast: dtype of matrix products; None: that of the weights.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -106,6 +107,7 @@ class Workload:
     sizes: tuple[ImageSize, ...] = ()
     averages: int = 0
     offload_optimizer: bool = False
+    autocast: Literal["bfloat16", "float16"] | None = None
 
 
 @dataclass(frozen=True)
@@ -236,10 +238,14 @@ def training_parts(
         f"{stream} moments",
         2 * count * moment,
         exact=True,
-        # Those of tokens stay while the denoising component is updated.
-        phases=frozenset() if offloaded else update | {"denoising update"},
+        phases=frozenset() if offloaded else update,
         offloaded=offloaded,
     )
+    if workload.autocast is not None and each == BYTES["float32"]:
+        # torch keeps what it casts of trained weights, for as long as autocast is on.
+        sampling = frozenset[Phase]({"sampling" if stream == "tokens" else "decoding"})
+        cast = count * BYTES[workload.autocast]
+        yield MemoryPart(f"{stream} weights in {workload.autocast}", cast, phases=update | sampling)
     activations = _activations(sizes, choice, workload)
     name, size = ("activations", activations) if activations >= step else ("optimizer step", step)
     yield MemoryPart(f"{stream} {name}", size, phases=update)
@@ -265,6 +271,7 @@ def _sampling(sizes: ModelSizes, settings: Any, workloads: Mapping[Stream, Workl
     """Yield the key-value cache, one step's logits with their fp32 and fp64 sums, and the largest tensors of images."""
     workload = next(iter(workloads.values()))
     rows, b = workload.prompts_per_batch * workload.group_size, BYTES[workload.dtype]
+    # Under autocast too: keys that are rotated, and the values beside them, are of the weights' dtype again.
     yield MemoryPart("key-value cache", rows * sizes.cached * b, phases=frozenset({"sampling"}))
     yield MemoryPart("sampling distribution", rows * sizes.head * (b + 4 + 4 * 8), phases=frozenset({"sampling"}))
     images = min(getattr(settings, "decode_batch_size", 0), max(each.group_size for each in workloads.values()))

@@ -45,6 +45,9 @@ class PolicyComponent(Protocol):
     def as_reference(self) -> AbstractContextManager["nn.Module"]:
         """Return a context for several calls of `reference_logprobs`, which exchange no weights inside it."""
 
+    def shared_by_pass(self, actions: Any) -> Sequence[Hashable] | None:
+        """Return by row what rows of such actions have in common where one pass scores them; None: any can be."""
+
     def summed_values(self, actions: Any) -> int:
         """Return how many values a log-prob of such actions is a sum over, each of which rounds on its own."""
 

@@ -96,7 +96,9 @@ def add_up_gradient(
     lengths = minibatch.rows.actions.loss_mask[minibatch.indices].sum(-1).tolist()
     passes = Passes(StepSums(minibatch.trained), torch.zeros(minibatch.trained.shape))
     parts, found = list[list[int]](), list[Tensor]()
-    for part, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
+    shared = component.shared_by_pass(minibatch.rows.actions)
+    own = None if shared is None else [shared[index] for index in minibatch.indices]
+    for part, counts in share(microbatches(lengths, settings.micro_batch_size, own), process_group):
         logprobs, broken = _backward(component, minibatch, part, settings, passes, counts=counts)
         if counts:
             parts.append(part)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.policies.trained.offload import pin
 from grpo_core.update.settings import OptimizerKind, OptimizerSettings
 
 KIND = "|optimizer"
@@ -229,4 +230,12 @@ class _OffloadedAdamW:
 def _on_host(value: Tensor, parameter: nn.Parameter) -> Tensor:
     """Copy a moment into CPU memory, pinned where its parameter is on a GPU."""
     pinned = parameter.device.type == "cuda" and value.dim() > 0
-    return torch.empty_like(value, device="cpu", pin_memory=pinned).copy_(value)
+    large = value.nbytes >= _OWN_PAGES
+    host = torch.empty_like(value, device="cpu", pin_memory=pinned and not large)
+    if pinned and large:
+        pin(host)
+    return host.copy_(value)
+
+
+_OWN_PAGES = 32 * 1024**2
+"""Bytes from which the C library never gives memory that shares its pages."""

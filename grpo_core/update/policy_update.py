@@ -127,14 +127,15 @@ def _scored(
 ) -> TrainingRows:
     """Return the rows with old_logprobs of the others, and with old_entropy and ref_logprobs as the settings need."""
     entropy: Entropies = "constant" if settings.entropy_quantile < 1 else "none"
-    quantities = 1 if entropy == "none" else 2
+    quantities, shared = 1 if entropy == "none" else 2, component.shared_by_pass(rows.actions)
 
     def scores(chosen: list[int], score: Callable[[Actions], list[Tensor]], quantities: int) -> list[Tensor]:
         """Score each process's share of the chosen rows; every process gets all scores, [rows, time], on the CPU."""
         found = torch.zeros(quantities, *rows.actions.loss_mask.shape)
         lengths = rows.actions.loss_mask[chosen].sum(-1).tolist()
         parts, scored = list[list[int]](), list[Tensor]()
-        for places, counts in share(microbatches(lengths, settings.micro_batch_size), process_group):
+        own = None if shared is None else [shared[row] for row in chosen]
+        for places, counts in share(microbatches(lengths, settings.micro_batch_size, own), process_group):
             part = [chosen[place] for place in places]
             each = torch.stack(score(rows.actions.select(part).trimmed()))
             if counts:

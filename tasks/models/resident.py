@@ -116,11 +116,15 @@ class ResidentPolicy:
         written = version.checkpoint.digest if version.checkpoint is not None and version.version else None
         return kept.by_stream if kept is not None and (kept.checkpoint, kept.updates) == (written, updates) else {}
 
-    def keep_optimizers(self, checkpoint: str, updates: Mapping[Stream, Any], optimizers: Mapping[Stream, Any]) -> None:
-        """Keep the optimizers that wrote a checkpoint in CPU memory until the next update."""
+    def keeps_optimizers(self, updates: Mapping[Stream, Any]) -> bool:
+        """Return whether optimizers are kept until the next update: those in CPU memory are."""
         if self._loaded is None:
-            return
-        if self._loaded.device.type == "cpu" or all(each.offload_optimizer for each in updates.values()):
+            return False
+        return self._loaded.device.type == "cpu" or all(each.offload_optimizer for each in updates.values())
+
+    def keep_optimizers(self, checkpoint: str, updates: Mapping[Stream, Any], optimizers: Mapping[Stream, Any]) -> None:
+        """Keep the optimizers that wrote a checkpoint until the next update."""
+        if self._loaded is not None:
             self._loaded.optimizers = _Optimizers(checkpoint, updates, optimizers)
 
     def begin_reference_refresh(self) -> None:

@@ -170,12 +170,19 @@ def carry_out(
             checkpoint = job.policy.checkpoint
             return None if checkpoint is None else current_store().local_files(checkpoint, fetched / "policy")
 
+        keeps = process_group.count == 1 and resident.keeps_optimizers(job.updates)
         optimizers: dict[Stream, PolicyOptimizer] = {}
+        steps: dict[Stream, int] = {}
         metrics: dict[str, float] = {}
         for place, (stream, rows) in enumerate(stored.items()):
             report = _share_of_progress(place, len(stored), on_progress)
             component = ComponentUpdate(job, stream, learner.components[stream], previous, kept.get(stream), staged)
-            result, optimizers[stream] = component.run(rows, process_group, report)
+            result, optimizer = component.run(rows, process_group, report)
+            steps[stream] = optimizer.steps
+            if keeps:
+                optimizers[stream] = optimizer
+            # Else its moments would take the next component's memory.
+            del optimizer
             prefix = f"{stream}/" if place else ""
             metrics |= {f"{prefix}{name}": value for name, value in (result.metrics() | rows.metrics()).items()}
     if process_group.rank:
@@ -183,10 +190,10 @@ def carry_out(
     synced = hash_staged(current_store(), staged)
     known = {staged / name: sha256 for name, sha256 in synced.items()}
     policy = PolicyRef(version=job.version, digest=weights_digest(staged, known), copies=copy_digests(staged, known))
-    _save_state(staged, {stream: optimizer.steps for stream, optimizer in optimizers.items()}, policy)
+    _save_state(staged, steps, policy)
     moments = [known[component_folder(staged, stream) / OPTIMIZER_FILE] for stream in job.updates]
     checkpoint_digest = _checkpoint_digest(policy, moments, (staged / STATE_FILE).read_text())
-    if process_group.count == 1:
+    if keeps:
         resident.keep_optimizers(checkpoint_digest, job.updates, optimizers)
     return UpdateOutcome(
         policy=policy,

@@ -112,6 +112,9 @@ class TablePolicy:
     def reference_logprobs(self, tokens: TokenBatch) -> Tensor:
         return self._score(self.reference, tokens, entropy="none").logprobs
 
+    def shared_by_pass(self, tokens: TokenBatch) -> None:
+        """A pass takes any rows."""
+
     def as_reference(self) -> AbstractContextManager[Any]:
         """The reference has a table of its own."""
         return nullcontext()

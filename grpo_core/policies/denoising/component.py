@@ -231,12 +231,20 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         return _Call(rows, arguments, part.sizes[0], part.first_steps[0], states)
 
     def _alike(self, actions: DenoisingBatch) -> list[list[int]]:
-        """Group rows that one call can score: of one size and window, and with all that `_shared` names in common."""
+        """Group rows that one call can score."""
         found: dict[Hashable, list[int]] = {}
-        shared = map(self._shared, actions.prompts, _by_row(actions.sources, len(actions)))
-        for row, key in enumerate(zip(actions.sizes, actions.first_steps, shared, strict=True)):
+        for row, key in enumerate(self._keys(actions)):
             found.setdefault(key, []).append(row)
         return list(found.values())
+
+    def _keys(self, actions: DenoisingBatch) -> list[Hashable]:
+        """Return by row what rows of one call have in common: size and window, and all that `_shared` names."""
+        shared = map(self._shared, actions.prompts, _by_row(actions.sources, len(actions)))
+        return list(zip(actions.sizes, actions.first_steps, shared, strict=True))
+
+    def shared_by_pass(self, actions: DenoisingBatch) -> Sequence[Hashable] | None:
+        """Return by row what rows of one call of the pipeline have in common; None on a CPU."""
+        return None if self._device.type == "cpu" else self._keys(actions)
 
     @torch.no_grad()
     def _under(self, weights: AbstractContextManager[Any], calls: Sequence["_Call"]) -> list[list[Transition]]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,6 +118,13 @@ class TrainedComponent(ABC, Generic[A]):
                 yield reference
             finally:
                 self._is_reference = False
+
+    def shared_by_pass(self, actions: A) -> Sequence[Hashable] | None:
+        """Return by row what rows have in common where one pass scores them; None: any can be, or it does not matter.
+
+        On a CPU passes over few rows are not slower.
+        """
+        return None
 
     def summed_values(self, actions: A) -> int:
         """Return how many values a log-prob of these actions is a sum over, each of which rounds on its own."""

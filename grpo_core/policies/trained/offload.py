@@ -45,7 +45,7 @@ class _Parked:
         refuse_too_little_room({name: end})
         self._buffer = torch.empty(end, dtype=torch.uint8)
         if device.type == "cuda":
-            _pin(self._buffer)
+            pin(self._buffer)
         for key, value in values.items():
             self._view(self._buffer, key).copy_(value)
         self.remove()
@@ -75,8 +75,11 @@ _CPU_ALIGNMENT = 64
 """Bytes; torch allocates CPU memory at multiples of it."""
 
 
-def _pin(buffer: Tensor) -> None:
-    """Pin memory that is there: memory that torch allocates pinned is rounded up to a power of two."""
+def pin(buffer: Tensor) -> None:
+    """Pin CPU memory that is there: memory that torch allocates pinned is rounded up to a power of two.
+
+    Its pages have to be its own, as those of large tensors are.
+    """
     address = buffer.data_ptr()
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0))
     weakref.finalize(buffer, torch.cuda.cudart().cudaHostUnregister, address)

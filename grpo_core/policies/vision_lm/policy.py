@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import require_room
-from grpo_core.policies.encoded_prompts import EncodedPrompt
+from grpo_core.policies.encoded_prompts import EncodedPrompt, ImageFeatures, RecentlyUsed
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.vision_lm.loading import VISION_LM, is_vision_frozen
 from grpo_core.policies.vision_lm.prompts import (
@@ -22,6 +22,9 @@ from grpo_core.policies.vision_lm.prompts import (
 )
 from grpo_core.policies.vision_lm.settings import VisionLMSettings
 from grpo_core.rollouts.images import SourceImage
+
+_FEATURE_BYTES = 256 * 1024**2
+"""On the device, for features of images; more are in CPU memory."""
 
 
 class VisionLMPolicy(CausalLMPolicy):
@@ -48,6 +51,7 @@ class VisionLMPolicy(CausalLMPolicy):
         left_out = [token for token in self.placeholders.ids if token < self.vocabulary and token not in self.ends]
         self.forbidden = torch.tensor(left_out, dtype=torch.long, device=self._device)
         self.vision_frozen = is_vision_frozen(self._model)
+        self._on_device = RecentlyUsed[ImageFeatures](_FEATURE_BYTES)
 
     def sample_with(self, settings: VisionLMSettings) -> None:  # type: ignore[override]
         """Use these settings for sampling, rendering and reading prompts from this call on."""
@@ -89,6 +93,9 @@ class VisionLMPolicy(CausalLMPolicy):
         if prompt.positions is None:
             prompt = place_prompt(self._model, prompt)
             self._prompts.put(key, prompt)
+        if prompt.features is not None:
+            kept = prompt.features
+            return replace(prompt, features=self._on_device.get(key, lambda: kept.to(self._device)))
         if not prompt.pixels:
             return prompt
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):

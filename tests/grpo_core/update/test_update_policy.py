@@ -40,6 +40,10 @@ def test_rows_of_one_length_keep_their_order() -> None:
     assert microbatches([5] * 5, 2) == [[0, 1], [2, 3], [4]]
 
 
+def test_rows_of_one_pass_are_neighbours_among_those_of_one_length() -> None:
+    assert microbatches([5, 5, 5, 5, 7, 5, 5], 3, "abababa") == [[4, 0, 2], [6, 1, 3], [5]]
+
+
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 0.25]
 PARITY = ParityTolerance(1e-4, 1e-5)
 SETTINGS = UpdateSettings(minibatch_size=3, micro_batch_size=2, clip_range_high=0.28, max_grad_norm=1e9)

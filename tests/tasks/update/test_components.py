@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from tasks.storage.artifacts.commit import STATES_REMOVED, commit_artifact, dele
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.update import process
-from tasks.update.component import carry_out
+from tasks.update.component import ComponentUpdate, carry_out
 from tasks.update.job import UpdateJob, UpdateOutcome
 from tests.tasks.reports.made_runs import flip_last_byte
 from tests.tasks.update.update_jobs import (
@@ -365,6 +366,26 @@ def test_the_optimizer_in_memory_is_the_stored(
         Path(store.path("policies/000003/tokens"), OPTIMIZER_FILE).unlink()
         with pytest.raises(StaleReferenceError, match=OPTIMIZER_FILE):
             committed(after(third, learning_rate=1e-5))
+
+
+def test_the_first_optimizer_is_gone_when_the_second_component_begins(
+    both: Updated, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU its moments would take the second's memory; in CPU memory they are kept for the next update."""
+    run, made, alive = ComponentUpdate.run, list[Any](), list[list[bool]]()
+
+    def watched(self: ComponentUpdate, *given: Any) -> Any:
+        alive.append([each() is not None for each in made])
+        found = run(self, *given)
+        made.append(weakref.ref(found[1]))
+        return found
+
+    monkeypatch.setattr(ComponentUpdate, "run", watched)
+    monkeypatch.setattr(ResidentPolicy, "keeps_optimizers", lambda *_: False)
+    (folder := tmp_path / "version").mkdir()
+    with run_resources():
+        assert carry_out(both.job, folder, SINGLE_PROCESS, None) == both.outcome
+    assert alive == [[], [False]]
 
 
 def _refuse(self: CausalLMPolicy, folder: Path) -> None:

@@ -179,6 +179,24 @@ def test_a_backward_pass_peaks_near_the_estimate(dtype: str, lora: bool, checkpo
     assert 1 < estimated / watched.peak < 2.1
 
 
+def test_autocast_keeps_its_copies_of_trained_weights_and_a_cache_in_32_bits() -> None:
+    """A pass leaves them behind, beside the cache, and the next one makes none."""
+    choice, ids = choice_of(lora=False), torch.zeros(1, 8, dtype=torch.long)
+    trained = trained_model(CONFIG, choice)
+    workload = dataclasses.replace(WORKLOAD, autocast="bfloat16")
+    parts = sized(training_parts("tokens", token_sizes(trained, CONFIG.text_config, PROMPT, TOKENS), choice, workload))
+    kept, known = [], [*trained.model.parameters(), *trained.model.buffers(), ids]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), PeakBytes(known) as watched:
+        for _ in range(2):
+            cache = trained.model(input_ids=ids, position_ids=ids.expand(3, 1, -1), use_cache=True).past_key_values
+            assert {part.dtype for each in cache.layers for part in (each.keys, each.values)} == {torch.float32}
+            del cache
+            kept.append(watched.alive)
+    assert kept[0] == kept[1]
+    # Norms, embeddings and the vision tower are not cast.
+    assert 0.5 < kept[0] / parts["tokens weights in bfloat16"] <= 1
+
+
 @torch.no_grad()
 def test_a_cache_is_the_bytes_of_a_filled_one() -> None:
     choice = choice_of(lora=False)
