@@ -88,6 +88,11 @@ def map_in_threads(function: Callable[[T], R], values: Sequence[T]) -> list[R]:
             threads.shutdown(cancel_futures=True)
 
 
+def in_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """Make calls that wait for files at once, as `map_in_threads`."""
+    return map_in_threads(lambda call: call(), calls)
+
+
 def exit_code(child: subprocess.Popen[Any]) -> int | None:
     """Return its exit code, or None while it runs; not waited for, so that its id stays its own until `kill_family`."""
     try:

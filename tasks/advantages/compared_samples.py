@@ -16,6 +16,7 @@ from grpo_core.advantages.compared import compared_samples
 from grpo_core.advantages.compute import kl_penalty
 from grpo_core.advantages.settings import AdvantageSettings
 from grpo_core.rollouts.streams import Stream
+from tasks.process import map_in_threads
 from tasks.runs.layout import IMAGES, REWARD_COLUMN, STATES, SamplingRound
 from tasks.runs.samples import join_samples, tables_of
 from tasks.storage.artifacts.store import ArtifactStore, Read
@@ -49,6 +50,8 @@ def read_compared_samples(
 ) -> Samples:
     """Join the rollouts of all sampling rounds with the scores of every reward of the mix."""
     with store.reading(without=(IMAGES, STATES)) as read:
+        # At once: those of a bucket take long one after another.
+        map_in_threads(read, [part for each in rounds for part in each.stages])
         samples = pl.concat(_read_round(read, each, mix, settings) for each in rounds)
     # Siblings one after another, as their groups were drawn.
     samples = samples.sort(pl.int_range(pl.len()).min().over("group_id"), maintain_order=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from grpo_core.rollouts.messages import shown_question
 from tasks.metrics import SECONDS
+from tasks.process import map_in_threads
 from tasks.reports.groups import Row, Samples, best_first, read_shown_samples
 from tasks.reports.images import PRUNED, THUMBNAIL, PromptImages, embedded
 from tasks.reports.report import Cells, Report, Table, markdown_of, signs_notice
@@ -82,6 +83,8 @@ def iteration_markdown(
     rollouts = [each.rollouts for each in record.rounds]
     rewards = [pair for each in record.rounds for pair in each.rewards.items()]
     with store.reading(without=(STATES,)) as read:
+        # At once: those of a bucket take long one after another.
+        map_in_threads(read, [*rollouts, *(reference for _, reference in rewards), advantages])
         table = read_shown_samples(read, rollouts, rewards, [advantages], _COLUMNS)
         tables = [
             Table("", list(_metric_rows(record, table, trained_on))),

@@ -41,13 +41,14 @@ class TableWriter:
         self.schema = schema
         self.rows = 0
         self._writer = encoding_writer(path, schema)
+        self._columns = [(field.name, field.type) for field in schema]
         self._digests: list[str] = []
         self._waiting: list[pa.Table] = []
         self._waiting_bytes = 0
 
     def write(self, columns: Mapping[str, Sequence[Any]]) -> None:
         """Append rows, one sequence or array per column, with one digest."""
-        table = pa.table([_array(columns[field.name], field.type) for field in self.schema], schema=self.schema)
+        table = pa.table([_array(columns[name], kind) for name, kind in self._columns], schema=self.schema)
         self._waiting.append(table)
         self._waiting_bytes += table.nbytes
         if self._waiting_bytes >= ROW_GROUP_BYTES:

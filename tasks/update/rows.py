@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +22,7 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import RatioStepMetrics, StepMetrics, UpdateResult
+from tasks.process import in_threads
 from tasks.runs.sources import digests_in, read_sources, sources_of
 from tasks.runs.stored_streams import STORED_STREAMS, sample_files
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -78,11 +80,14 @@ def read_training_rows(
             has a reward, or all rows are too stale, or states are missing.
     """
     stored, sampler = STORED_STREAMS[stream], policy.sampler
-    folders = [
-        store.local_files(reference, fetched / f"{stream}-rollouts-{number}", without=stored.unread)
-        for number, reference in enumerate(rollouts)
-    ]
-    scores = _read_scores(store.local_files(advantages, fetched / f"{stream}-advantages"), stream)
+    scored, *folders = in_threads(
+        partial(store.local_files, advantages, fetched / f"{stream}-advantages"),
+        *(
+            partial(store.local_files, reference, fetched / f"{stream}-rollouts-{number}", without=stored.unread)
+            for number, reference in enumerate(rollouts)
+        ),
+    )
+    scores = _read_scores(scored, stream)
     table = _read_samples(folders).join(scores, on="sample_id", how="inner", validate="1:1", maintain_order="left")
     if table.is_empty():
         raise ValueError(f"no sample has an advantage in its {stream}; compute advantages with rewards for this stream")

@@ -8,11 +8,12 @@ none. Where two processes write one stage at once, the content decides: files of
 manifest, so whoever reads them makes the stage run again.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks.process import map_in_threads
+from tasks.process import in_threads
 from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import files_below, fsync_folder, hashes_of, is_local, move_folder
@@ -55,15 +56,18 @@ def commit_artifact(
     with translate_remote_errors(store.filesystem, store.root), store.commit_lock(folder):
         place, is_written = store.path(folder), False
         while not is_written:
-            standing = store.manifest_at(place)
+            # Questions to a bucket that do not need each other's answers are asked at once.
+            standing, is_free = in_threads(partial(store.manifest_at, place), partial(store.is_free, folder))
             if standing is not None and standing.equals_in_result(manifest):
                 if store.files.damage(place, standing) is None:
                     return standing.reference(f"{store.run}/{folder}")
                 # References to it stay valid if only its files have to be written again.
                 manifest = standing if standing.files == manifest.files else manifest
-            store.clear_place(folder)
-            _put_files(store, staged, place, manifest)
-            is_written = store.write_manifest(folder, manifest, staged.parent, create=True)
+            if not is_free:
+                store.clear_place(folder)
+            notes = _put_files(store, staged, place, manifest)
+            write = partial(store.write_manifest, folder, manifest, staged.parent, create=True)
+            is_written = in_threads(write, *notes)[0]
     return manifest.reference(f"{store.run}/{folder}")
 
 
@@ -72,17 +76,14 @@ def hash_staged(store: ArtifactStore, staged: Path, synced: Mapping[str, str] | 
     return (fsync_folder if is_local(store.filesystem) else hashes_of)(staged, synced or {})
 
 
-def _put_files(store: ArtifactStore, staged: Path, place: str, manifest: Manifest) -> None:
+def _put_files(store: ArtifactStore, staged: Path, place: str, manifest: Manifest) -> list[Callable[[], object]]:
+    """Put the files in their place, and return what notes that this process knows them."""
     if is_local(store.filesystem):
         move_folder(staged, Path(place))
-        return
-
-    def put(named: tuple[str, Path]) -> None:
-        name, file = named
-        store.filesystem.put_file(str(file), f"{place}/{name}")
-        store.files.keep(f"{place}/{name}", file, manifest.files[name])
-
-    map_in_threads(put, list(files_below(staged).items()))
+        return []
+    files = files_below(staged)
+    in_threads(*(partial(store.filesystem.put_file, str(file), f"{place}/{name}") for name, file in files.items()))
+    return [partial(store.files.keep, f"{place}/{name}", file, manifest.files[name]) for name, file in files.items()]
 
 
 IMAGES_REMOVED, STATES_REMOVED = "images", "states"  # what a tombstone says was deleted from rollouts

@@ -110,14 +110,21 @@ class ArtifactStore(RunFolder):
             return False
         return True
 
-    def clear_place(self, folder: str, *, reason: str | None = None) -> None:
-        """Move what is in the place of an artifact of the run to `quarantine/`, with the reason if it is known."""
-        # The manifest moves first: without it the folder is no artifact.
+    def is_free(self, folder: str) -> bool:
+        """Return whether there is nothing in the place of an artifact of the run."""
+        return not self._present(folder)
+
+    def _present(self, folder: str) -> list[str]:
+        # The manifest is first: without it the folder is no artifact.
         names = [self.manifest_path(folder), folder]
         # A bucket is asked two things to know that there is nothing of a name, and one to know that there is no folder.
         looks = [self.filesystem.exists, self.filesystem.exists if is_local(self.filesystem) else self.filesystem.isdir]
         found = map_in_threads(lambda look: bool(look[0](self.path(look[1]))), list(zip(looks, names, strict=True)))
-        present = [name for name, exists in zip(names, found, strict=True) if exists]
+        return [name for name, exists in zip(names, found, strict=True) if exists]
+
+    def clear_place(self, folder: str, *, reason: str | None = None) -> None:
+        """Move what is in the place of an artifact of the run to `quarantine/`, with the reason if it is known."""
+        present = self._present(folder)
         if not present:
             return
         if reason is None:
@@ -126,15 +133,22 @@ class ArtifactStore(RunFolder):
 
     @contextlib.contextmanager
     def reading(self, *, without: Sequence[str] = ()) -> Iterator[Read]:
-        """Give the function that reads artifacts within the block, as `local_files`; copies are removed at its end."""
+        """Give the function that reads artifacts within the block, as `local_files`; copies are removed at its end.
+
+        Each artifact is read once.
+        """
+        known: dict[tuple[str, str], Path] = {}
         with contextlib.ExitStack() as stack:
             scratch = None
             if not is_local(self.filesystem):
                 scratch = stack.enter_context(self.scratch())
 
             def read(reference: ArtifactRef) -> Path:
-                folder = None if scratch is None else scratch / reference.uri
-                return self.local_files(reference, folder, without=without)
+                key = reference.uri, reference.sha256
+                if key not in known:
+                    folder = None if scratch is None else scratch / reference.uri
+                    known[key] = self.local_files(reference, folder, without=without)
+                return known[key]
 
             yield read
 
