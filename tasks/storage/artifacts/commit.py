@@ -55,6 +55,8 @@ def commit_artifact(
     assert manifest.content, "a metric that is not finite is refused before anything is moved"
     with translate_remote_errors(store.filesystem, store.root), store.commit_lock(folder):
         place, is_written = store.path(folder), False
+        standing: Manifest | None
+        is_free: bool
         while not is_written:
             # Questions to a bucket that do not need each other's answers are asked at once.
             standing, is_free = in_threads(partial(store.manifest_at, place), partial(store.is_free, folder))
