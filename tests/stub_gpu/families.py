@@ -123,7 +123,9 @@ class Runner:
 
     def sample(self, **changes: Any) -> list[RolloutGroup]:
         self.policy.sample_with(replace(self.settings, **changes))
-        requests = group_requests(self.config, self.family.prompts, self.family.with_images)
+        files = sorted(Path("data/prompts/sources").glob("*.png"))
+        images = [(SourceImage.of(file.read_bytes()),) if self.family.with_images else () for file in files[:2]]
+        requests = group_requests(self.config, self.family.prompts, images)
         return list(collect_rollouts(self.policy, requests, prompts_per_batch=len(requests)))
 
     def update(self, groups: Sequence[RolloutGroup], stream: Stream, share: int = 1) -> Any:
@@ -159,10 +161,11 @@ def numbers(groups: Sequence[RolloutGroup], updates: Mapping[Stream, Any]) -> di
     return found
 
 
-def group_requests(config: RunConfig, prompts: Sequence[str], with_images: bool) -> list[GroupRequest]:
-    """Requests of each prompt once, with the samples and images that the configuration asks for."""
+def group_requests(
+    config: RunConfig, prompts: Sequence[str], sources: Sequence[tuple[SourceImage, ...]]
+) -> list[GroupRequest]:
+    """Return a request for each prompt and its images, of as many samples as the configuration asks for."""
     places = [(sample, image) for sample, count in enumerate(config.images_of_samples) for image in range(count)]
-    sources = [SourceImage.of(path.read_bytes()) for path in sorted(Path("data/prompts/sources").glob("*.png"))[:2]]
     window, seeds = config.window_start(1), tuple(range(len(places)))
     return [
         GroupRequest(
@@ -172,7 +175,7 @@ def group_requests(config: RunConfig, prompts: Sequence[str], with_images: bool)
             noise_seeds=seeds,
             step_seeds=seeds if window is not None else (),
             window_start=window,
-            sources=(sources[number],) if with_images else (),
+            sources=sources[number],
         )
         for number, prompt in enumerate(prompts)
     ]

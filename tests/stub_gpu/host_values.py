@@ -2,8 +2,8 @@
 
 Kernels of the stub leave no values, so what the host reads has to come from somewhere: operations are computed a second
 time on the CPU, in memory that mirrors the device's by address. A small model is computed in full, and really trains.
-Of a released one only small tensors that follow from the host's are (ids, masks, positions, timesteps); other values
-that the host reads are true, 0 or 0.0.
+Of a released one only small tensors that follow from the host's are (ids, masks, positions, timesteps); every other
+number is taken for 0, and comparisons of them are computed.
 """
 
 import sys
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _ROOT = f"{Path(__file__).resolve().parents[2]}/"
 _OURS = tuple(f"{_ROOT}{layer}/" for layer in ("grpo_core", "tasks", "flows"))
 _LIBRARIES = ("/transformers/", "/diffusers/", "/peft/", "/torch/optim/", "/torch/nn/utils/")
-_SMALL_BYTES, _SMALL_FLOATS = 8 << 20, 65536
+_SMALL_BYTES, _SMALL = 1 << 20, 65536
 _MAKES_VALUES = frozenset({"arange", "zeros", "ones", "full", "eye", "linspace", "scalar_tensor"})
 _RANDOM = ("rand", "normal", "bernoulli", "uniform", "empty", "multinomial", "dropout", "exponential", "attention")
 _SIZED_BY_VALUES = frozenset(
@@ -116,7 +116,7 @@ class HostValues(TorchDispatchMode):
 
     def _keep(self, tensor: Tensor, value: Tensor | None) -> None:
         storage = tensor.untyped_storage()
-        too_large = storage.nbytes() > _SMALL_BYTES or (tensor.is_floating_point() and tensor.numel() > _SMALL_FLOATS)
+        too_large = storage.nbytes() > _SMALL_BYTES or (tensor.is_floating_point() and tensor.numel() > _SMALL)
         if value is None or not storage.nbytes() or (too_large and not self.everything):
             self._mirror.pop(storage.data_ptr(), None)
             return
@@ -134,13 +134,13 @@ class HostValues(TorchDispatchMode):
         self._keep(made, value)
         return made
 
-    def _on_cpu(self, given: Any) -> Any:
+    def _on_cpu(self, given: Any, look: Callable[[Tensor], Tensor | None]) -> Any:
         if isinstance(given, Tensor):
-            return self._seen(given)
+            return look(given)
         if isinstance(given, list | tuple):
-            return [self._on_cpu(each) for each in given]
+            return [self._on_cpu(each, look) for each in given]
         if isinstance(given, dict):
-            return {name: self._on_cpu(each) for name, each in given.items()}
+            return {name: self._on_cpu(each, look) for name, each in given.items()}
         return torch.device("cpu") if isinstance(given, torch.device) else given
 
     def _plain(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -153,7 +153,7 @@ class HostValues(TorchDispatchMode):
         places = {each.untyped_storage().data_ptr() for each in given if each.is_cuda}
         if not changes and all(each.untyped_storage().data_ptr() in places for each in on_device):
             return result  # a view, whose values are seen through its storage
-        values = self._computed(func, args, kwargs, given)
+        values = self._computed(func, args, kwargs, given, made)
         if not changes:
             for each, value in zip(made, values or [None] * len(made), strict=True):
                 if each.is_cuda:
@@ -164,16 +164,20 @@ class HostValues(TorchDispatchMode):
         return result
 
     def _computed(
-        self, func: Any, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor]
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor], made: Sequence[Tensor]
     ) -> list[Tensor] | None:
         """Compute an operation on the CPU, which changes what it changes there; None if values are unknown."""
+        look = self._seen
         if not self.everything:
             name = func._schema.name.removeprefix("aten::")
             if any(word in name for word in _RANDOM) or not (given or name in _MAKES_VALUES):
                 return None
             if any(each.is_cuda and each.untyped_storage().data_ptr() not in self._mirror for each in given):
-                return None
-        args, kwargs = self._on_cpu((args, kwargs))
+                compared = all(each.dtype == torch.bool for each in made) and not func._schema.is_mutable
+                if not compared or any(each.numel() > _SMALL for each in (*given, *made)):
+                    return None
+                look = self._read
+        args, kwargs = self._on_cpu(args, look), self._on_cpu(kwargs, look)
         try:
             return _tensors((func(*args, **kwargs),))
         except (RuntimeError, NotImplementedError) as error:
@@ -221,7 +225,7 @@ class HostValues(TorchDispatchMode):
             if not (kwargs.get("non_blocking") or args[2:3] == (True,)):
                 self._count("wait: copy to the CPU")
             # Of larger ones nobody touches the pages.
-            if target.untyped_storage().nbytes() < 8 * _SMALL_BYTES:
+            if target.untyped_storage().nbytes() < 64 * _SMALL_BYTES:
                 target.copy_(self._read(source))
         elif target.is_cuda and not source.is_cuda and source.numel() > 1 and not source.is_pinned():
             self._count("copy: from pageable memory")
@@ -254,8 +258,7 @@ class HostValues(TorchDispatchMode):
     def _values(self, func: Any, args: Any, kwargs: Mapping[str, Any], count: int) -> Sequence[Tensor | None]:
         if not self.everything:
             return [None] * count
-        args, kwargs = self._on_cpu((args, kwargs))
-        result = func(*args, **kwargs)
+        result = func(*self._on_cpu(args, self._seen), **self._on_cpu(kwargs, self._seen))
         return result if isinstance(result, tuple) else [result]
 
     def _convolution(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Tensor:

@@ -1,0 +1,77 @@
+"""Folders of released models that take no space: their configurations, tiny tokenizers, and weights that are holes."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+
+import data
+from tests.grpo_core.policies.diffusers import tiny_pipelines
+from tests.grpo_core.policies.vision_lm.tiny_families import make_model
+
+_CONFIGS = json.loads(Path(__file__).with_name("released.json").read_text())
+_TINY = Path(data.__file__).parent / "models"
+_GLM_IMAGE = Path(data.__file__).parents[1] / "grpo_core" / "policies" / "glm_image" / "released"
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+
+
+def write_model(name: str, folder: Path, dtype: torch.dtype) -> None:
+    """Write a model; whoever reads its weights gets zeros."""
+    if name == "glm_image":
+        shutil.copytree(_TINY / "tiny-glm-image", folder)
+        configs = {path.parent.name: json.loads(path.read_text()) for path in _GLM_IMAGE.glob("*/config.json")}
+        # The tokenizer is the tiny one, whose ids are smaller.
+        ids = json.loads((folder / "vision_language_encoder" / "config.json").read_text())
+        named = ("image_token_id", "image_start_token_id", "image_end_token_id")
+        configs["vision_language_encoder"] |= {each: ids[each] for each in named}
+        configs["vae"] |= {"latents_mean": [0.0] * 16, "latents_std": [1.0] * 16}
+        processor = folder / "processor" / "processor_config.json"
+        processor.write_text(json.dumps(json.loads(processor.read_text()) | {"unit": 32}))
+    else:
+        configs = _CONFIGS[name]
+        if name == "qwen2_5_7b":
+            shutil.copytree(_TINY / "tiny-text", folder)
+        elif name == "qwen2_5_vl":
+            model, processor = make_model(name)
+            model.save_pretrained(folder)
+            processor.save_pretrained(folder)
+        else:
+            tiny_pipelines.save(name, folder)
+    for part, values in configs.items():
+        file = folder / part / "config.json"
+        file.write_text(json.dumps(_merged(json.loads(file.read_text()), values)))
+    for weights in folder.rglob("*.safetensors"):
+        _write_holes(weights, _network(weights.parent), dtype)
+
+
+def _merged(own: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    both = {name for name, value in values.items() if isinstance(value, dict) and isinstance(own.get(name), dict)}
+    return own | values | {name: _merged(own[name], values[name]) for name in both}
+
+
+def _network(folder: Path) -> nn.Module:
+    config = json.loads((folder / "config.json").read_text())
+    with torch.device("meta"):
+        if "_class_name" in config:
+            kind: Any = getattr(diffusers, config["_class_name"])
+            return kind.from_config(config)
+        kind = getattr(transformers, config["architectures"][0])
+        return kind(kind.config_class.from_pretrained(folder))
+
+
+def _write_holes(file: Path, network: nn.Module, dtype: torch.dtype) -> None:
+    """Write a header of safetensors, and seek to the end of what it names."""
+    header, end = {}, 0
+    saved = {id(value): (name, value) for name, value in reversed(network.state_dict(keep_vars=True).items())}
+    for name, value in saved.values():
+        begin, end = end, end + value.numel() * dtype.itemsize
+        header[name] = {"dtype": _DTYPES[dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        opened.truncate(8 + len(text) + end)
