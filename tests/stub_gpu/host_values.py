@@ -172,6 +172,8 @@ class HostValues(TorchDispatchMode):
             name = func._schema.name.removeprefix("aten::")
             if any(word in name for word in _RANDOM) or not (given or name in _MAKES_VALUES):
                 return None
+            if any(each.untyped_storage().nbytes() > _SMALL_BYTES for each in made):
+                return None
             if any(each.is_cuda and each.untyped_storage().data_ptr() not in self._mirror for each in given):
                 compared = all(each.dtype == torch.bool for each in made) and not func._schema.is_mutable
                 if not compared or any(each.numel() > _SMALL for each in (*given, *made)):
