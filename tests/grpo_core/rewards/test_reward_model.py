@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,11 @@ def test_of_a_long_text_the_end_is_judged(tmp_path: Path, bounded_by: str) -> No
     long, end, other_end = reward.score(batch([("abcdefgh", "ijkl"), ("gh", "ijkl"), ("gh", "ijk")]))
     assert long == end
     assert long != other_end
+
+
+def test_a_model_without_a_bound_of_positions_judges_the_whole_text(folder: Path) -> None:
+    scorer = load_scorer(Weights("model", str(folder), None, Published("its makers")), "cpu")
+    assert replace(scorer, positions=None).logit(*PAIRS[0]) == scorer.logit(*PAIRS[0])
 
 
 def test_loads_once_and_again_when_the_files_change(tmp_path: Path) -> None:

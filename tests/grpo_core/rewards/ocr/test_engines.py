@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from grpo_core.rewards.ocr import engines
 from grpo_core.rewards.ocr.engines import MODELS, RapidEngine, TesseractEngine, reads_both_ways
-from grpo_core.rewards.ocr.lines import UNREAD, Line, in_reading_order, unread
+from grpo_core.rewards.ocr.lines import UNREAD, Line, Rectangle, find_giant_writing, in_reading_order, unread
 from grpo_core.rewards.scoring_batch import ScoringError
 from tests.grpo_core.rewards.conftest import flat, refusal
 from tests.grpo_core.rewards.ocr.lettering import CHINESE, CHINESE_TEXTS, LATIN, draw
@@ -311,3 +311,22 @@ def test_falling_lines_are_read_from_the_right() -> None:
     columns = [Line(text, left, 0, 90, falls=True) for text, left in (("last", 0), ("first", 60))]
     assert in_reading_order(columns) == ("first", "last")
     assert in_reading_order([*columns, Line("rising", 30, 0, 90)]) == ("last", "rising", "first")
+
+
+@pytest.mark.parametrize(
+    ("known", "found"),
+    [
+        (((0, 0, 20, 4),), ["AB"]),
+        (((0, 16, 99, 99),), ["AB"]),
+        (((-9, 0, 4, 20),), ["AB"]),
+        (((16, -9, 99, 99),), ["AB"]),
+        (((30, 0, 99, 99), (0, 30, 99, 99)), ["AB"]),
+        (((0, 0, 20, 4), (0, 16, 99, 99)), []),
+        (((0, 0, 10, 10),), []),
+    ],
+)
+def test_giant_writing_is_new_where_known_lines_cover_less_than_a_quarter(
+    known: list[Rectangle], found: list[str]
+) -> None:
+    """Seen at half the size: 20 pixels a side in the image, of which a fifth a strip of 4."""
+    assert find_giant_writing(flat(255, 256, 256), known, lambda _: [("AB", (0, 0, 10, 10))]) == found
