@@ -11,7 +11,7 @@ ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 OFFLINE := $(ENVIRONMENT) HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
-.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks test-engines check format bench tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 figures ui lock clean
+.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks test-engines check format bench bench-gpu tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 figures ui lock clean
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 18
 
@@ -70,6 +70,9 @@ format: $(STAMP)  ## format the sources
 
 bench: $(STAMP)  ## measure speed and memory beside TRL and others: docs/performance.md (ONLY=start)
 	$(OFFLINE) $(RUN)/python -m tests.bench $(ONLY)
+
+bench-gpu: $(STAMP)  ## measure released sizes on this machine's GPU in ten minutes: docs/performance.md (ONLY=gpu_text)
+	$(OFFLINE) $(RUN)/python -m tests.bench.gpu $(ONLY)
 
 tiny-model: $(STAMP)  ## make the shipped tiny GLM-Image again
 	$(OFFLINE) $(RUN)/python -m data.recipes glm-image

@@ -192,6 +192,14 @@ def test_a_goal_is_met_by_the_median_of_the_ratios_or_of_the_figures_alone(row: 
     assert row.met is met
 
 
+def test_a_row_without_a_goal_or_a_figure() -> None:
+    rows = (replace(RATIO, at_most=None), Row(what="all", unit="", ours=(), left_out="it needs 46.9 GiB"))
+    assert list(results.cells(rows)) == [
+        ("step", "2 s", "4 s: TRL", "0.25", ""),
+        ("all", "it needs 46.9 GiB", "", "", ""),
+    ]
+
+
 def test_storing_a_module_replaces_its_table_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "FIGURES", tmp_path / "figures.json")
     monkeypatch.setattr(results, "PAGE", tmp_path / "page.md")

@@ -4,7 +4,9 @@ A function that measures something yields a Row as soon as it is known.
 """
 
 import platform
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +51,7 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One figure of this project, with what it is compared with and what it should reach.
+    """One figure of this project, with what it is compared with and what it should reach, if there is a goal.
 
     The goal applies to the ratio where there is something to compare with, and to our own median where there is not.
 
@@ -61,6 +63,7 @@ class Row:
         theirs: the peer's figure in each round, in the order of `ours`; empty without one.
         at_most: the goal where less is better; None where more is.
         at_least: the goal where more is better; None where less is.
+        left_out: why there is no figure; empty where there is one.
     """
 
     what: str
@@ -70,6 +73,7 @@ class Row:
     theirs: tuple[float, ...] = ()
     at_most: float | None = None
     at_least: float | None = None
+    left_out: str = ""
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -163,11 +167,19 @@ def this_machine() -> Machine:
         cpu=names[0].partition(":")[2].strip() if names else platform.machine(),
         cores=len(psutil.Process().cpu_affinity()),
         memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        gpu=_gpu() if torch.cuda.is_available() else None,
         python=platform.python_version(),
         libraries=library_versions() | {name: version(name) for name in ("polars", "prefect", "trl")},
         instructions=torch.backends.cpu.get_cpu_capability(),
     )
+
+
+def _gpu() -> str:
+    """Describe the first GPU with its memory and its driver, which PyTorch does not know."""
+    name, size = torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory / 2**30
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = subprocess.run(query, capture_output=True, text=True).stdout.split() if shutil.which(query[0]) else []
+    return f"{name} with {size:.0f} GiB, driver {found[0] if found else 'unknown'}, CUDA {torch.version.cuda}"
 
 
 def store(name: str, measured: Measured) -> None:
@@ -215,15 +227,23 @@ def _with_worst(rows: Sequence[Row]) -> list[Row]:
 def cells(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
     """Format rows under HEADINGS, as medians."""
     for row in rows:
-        words = "at most" if row.at_most is not None else "at least"
-        missed = "" if row.met else ", missed"
+        if row.left_out:
+            yield row.what, row.left_out, "", "", ""
+            continue
         yield (
             row.what,
             f"{_number(statistics.median(row.ours))} {row.unit}",
             f"{_number(statistics.median(row.theirs))} {row.unit}: {row.peer}" if row.theirs else "",
             f"{statistics.median(row.ratios):.2f}" if row.ratios else "",
-            f"{words} {_number(row.limit)}{'' if row.theirs else ' ' + row.unit}{missed}",
+            _goal(row),
         )
+
+
+def _goal(row: Row) -> str:
+    if row.at_most is None and row.at_least is None:
+        return ""
+    words = "at most" if row.at_most is not None else "at least"
+    return f"{words} {_number(row.limit)}{'' if row.theirs else ' ' + row.unit}{'' if row.met else ', missed'}"
 
 
 def _number(value: float) -> str:

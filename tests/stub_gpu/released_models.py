@@ -17,11 +17,16 @@ from tests.grpo_core.policies.vision_lm.tiny_families import make_model
 _CONFIGS = json.loads(Path(__file__).with_name("released.json").read_text())
 _TINY = Path(data.__file__).parent / "models"
 _GLM_IMAGE = Path(data.__file__).parents[1] / "grpo_core" / "policies" / "glm_image" / "released"
+_DEPTHS = ("num_layers", "num_hidden_layers", "depth")
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
-def write_model(name: str, folder: Path, dtype: torch.dtype) -> None:
-    """Write a model; whoever reads its weights gets zeros."""
+def write_model(name: str, folder: Path, dtype: torch.dtype, *, blocks: int | None = None) -> None:
+    """Write a model; whoever reads its weights gets zeros.
+
+    Args:
+        blocks: the most that a network has; None: all.
+    """
     if name == "glm_image":
         shutil.copytree(_TINY / "tiny-glm-image", folder)
         configs = {path.parent.name: json.loads(path.read_text()) for path in _GLM_IMAGE.glob("*/config.json")}
@@ -34,7 +39,7 @@ def write_model(name: str, folder: Path, dtype: torch.dtype) -> None:
         processor.write_text(json.dumps(json.loads(processor.read_text()) | {"unit": 32}))
     else:
         configs = _CONFIGS[name]
-        if name == "qwen2_5_7b":
+        if name in ("qwen2_5_7b", "qwen3_1_7b"):
             shutil.copytree(_TINY / "tiny-text", folder)
         elif name == "qwen2_5_vl":
             model, processor = make_model(name)
@@ -44,7 +49,8 @@ def write_model(name: str, folder: Path, dtype: torch.dtype) -> None:
             tiny_pipelines.save(name, folder)
     for part, values in configs.items():
         file = folder / part / "config.json"
-        file.write_text(json.dumps(_merged(json.loads(file.read_text()), values)))
+        merged = _merged(json.loads(file.read_text()), values)
+        file.write_text(json.dumps(merged if blocks is None else _cut(merged, blocks)))
     for weights in folder.rglob("*.safetensors"):
         _write_holes(weights, _network(weights.parent), dtype)
 
@@ -52,6 +58,11 @@ def write_model(name: str, folder: Path, dtype: torch.dtype) -> None:
 def _merged(own: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     both = {name for name, value in values.items() if isinstance(value, dict) and isinstance(own.get(name), dict)}
     return own | values | {name: _merged(own[name], values[name]) for name in both}
+
+
+def _cut(config: dict[str, Any], blocks: int) -> dict[str, Any]:
+    depths = {name: min(config[name], blocks) for name in _DEPTHS if name in config}
+    return config | depths | {name: _cut(each, blocks) for name, each in config.items() if isinstance(each, dict)}
 
 
 def _network(folder: Path) -> nn.Module:

@@ -1,0 +1,255 @@
+"""A policy on a GPU: what it samples and updates takes, beside the gate, doctor's estimate and the GPU's own limits."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from configs.schema import RunConfig
+from grpo_core.collect import collect_rollouts, join_groups
+from grpo_core.parity import ParityTolerance, of_rounding
+from grpo_core.policies.estimate import GIB, PHASES, MemoryEstimate
+from grpo_core.policies.sizes import Phase, cached_values
+from grpo_core.rollouts.actions import TokenBatch
+from grpo_core.rollouts.records import GroupRequest, RolloutGroup, TrainingRows
+from grpo_core.rollouts.streams import Stream
+from grpo_core.update.optimizer import PolicyOptimizer
+from grpo_core.update.policy_update import update_policy
+from tasks.prompts.curriculum import DrawnPrompt
+from tasks.prompts.read import Prompt
+from tasks.rollouts.plan import plan_round
+from tests.bench.page import Row
+from tests.bench.policy import SHAPE_PROMPTS
+
+GROUP_SIZE, ROWS = 8, (8, 32, 64)
+REPEATS = 5
+_UNLIMITED = ParityTolerance(math.inf, math.inf)
+_DIFFERENCE = "sampling/sampling_logp_difference"
+_PRODUCTS, _READ = "its products at this GPU's speed", "weights and cache at this GPU's bandwidth"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this GPU reaches by a copy, and by a product of matrices in bfloat16; vendors state more."""
+
+    bytes_per_second: float
+    flop_per_second: float
+
+    @classmethod
+    def of_this_gpu(cls) -> "Limits":
+        """Measure both, in less than a second."""
+        source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        target, side = torch.empty_like(source), 8192
+        left = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
+        copied, multiplied = _seconds_of(lambda: target.copy_(source)), _seconds_of(lambda: left @ left)
+        return cls(2 * source.nbytes / copied, 2 * side**3 / multiplied)
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    """Return the seconds of a call, the mean of some that are queued after one that does not count."""
+    work()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    for _ in range(REPEATS):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / REPEATS
+
+
+class _Flop(TorchDispatchMode):
+    """Counts operations of products; PyTorch's own mode tracks modules too, by hooks that keep activations alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if count := flop_registry.get(func._overloadpacket):
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A call of the denoising model by its pipeline."""
+
+    network: nn.Module
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        """Number of images, twice with guidance."""
+        return len(self.options["hidden_states"])
+
+
+class Bench:
+    """A loaded policy whose rollouts and updates are measured.
+
+    Attributes:
+        seconds: by what took them, in order; whoever loads the policy adds that.
+        peaks: most bytes allocated, by phase.
+    """
+
+    def __init__(self, config: RunConfig, policy: Any, limits: Limits, memory: MemoryEstimate) -> None:
+        self.config, self.policy, self.limits, self.memory = config, policy, limits, memory
+        self.seconds, self.peaks = dict[str, float](), dict[Phase, float]()
+        self.tokens = getattr(policy, "tokens", policy.components.get("tokens"))
+        self.denoiser = getattr(policy, "decoder", policy.components.get("denoising"))
+        if self.denoiser is None:
+            # Random weights would end each row at another place.
+            policy.ends = ()
+
+    @torch.no_grad()
+    def draw_values(self) -> None:
+        """Draw all matrices, adapters included, with a usual deviation; norms multiply by 1."""
+        owner = self.denoiser or self.tokens
+        parts = owner.pipeline.components.values() if self.denoiser else (owner.trained.model,)
+        for network in (each for each in parts if isinstance(each, nn.Module)):
+            for name, each in network.named_parameters():
+                if each.ndim > 1:
+                    each.copy_(torch.randn(each.shape, dtype=torch.bfloat16, device="cuda").mul_(0.02))
+                else:
+                    each.fill_(float(name.endswith("weight")))
+
+    def rows(self, until: float) -> Iterator[Row]:
+        """Yield parity, memory, seconds, and shares of the limits; what is not begun at a time is left out."""
+        groups, largest = self._sampled()
+        rates = []
+        for stream in self.policy.components:
+            *parity, rate = self._updated(stream, groups)
+            yield from parity
+            rates.append(rate)
+        for phase, peak in self.peaks.items():
+            # The context is not in the allocator's figure.
+            ours, estimated = (peak / GIB,), (self.memory.in_phase(phase) / GIB - 1,)
+            what = f"most allocated: {PHASES[phase]}"
+            yield Row(what=what, unit="GiB", ours=ours, peer="doctor's estimate", theirs=estimated, at_most=1.1)
+        for stage, seconds in self.seconds.items():
+            yield Row(what=stage, unit="s", ours=(seconds,))
+        for rows in ROWS if self.tokens else ():
+            what = f"tokens sampled, {rows} rows"
+            late = time.perf_counter() > until
+            yield Row(what=what, unit="", ours=(), left_out="no time was left") if late else self._tokens(what, rows)
+        if largest is not None:
+            yield self._pass(largest)
+        yield from rates
+
+    def _during(self, phase: Phase, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
+        result = work(*arguments, **options)
+        torch.cuda.synchronize()
+        self.seconds[PHASES[phase]] = time.perf_counter() - begun
+        self.peaks[phase] = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return result
+
+    def _collected(self, prompts: int) -> list[RolloutGroup]:
+        drawn = [DrawnPrompt("", Prompt(text, text, {}), None) for text in SHAPE_PROMPTS[:prompts]]
+        plan = plan_round(
+            drawn,
+            seed=0,
+            iteration=1,
+            sampling_round=1,
+            images_of_samples=self.config.images_of_samples,
+            shared_noise=False,
+            window_start=self.config.window_start(1),
+        )
+        requests: list[GroupRequest] = [plan.request(group) for group in plan.groups]
+        return list(collect_rollouts(self.policy, requests, prompts_per_batch=prompts))
+
+    def _sampled(self) -> tuple[list[RolloutGroup], _Pass | None]:
+        """Sample one prompt, then a batch that counts; return its groups, and a pass of the denoising model if any."""
+        prompts, largest = self.config.rollout.prompts_per_batch, list[_Pass]()
+        if self.denoiser is None:
+            self._collected(1)
+            return self._during("sampling", self._collected, prompts), None
+
+        def keep(*call: Any) -> None:
+            largest[:] = [max(*largest, _Pass(*call), key=lambda each: each.rows)] if largest else [_Pass(*call)]
+
+        hook = self.denoiser.pipeline.transformer.register_forward_pre_hook(keep, with_kwargs=True)
+        self._collected(1)
+        hook.remove()
+        if self.tokens is None:
+            return self._during("decoding", self._collected, prompts), largest[0]
+        sample = self.tokens.sample
+        self.tokens.sample = partial(self._during, "sampling", sample)
+        groups = self._during("decoding", self._collected, prompts)
+        self.tokens.sample = sample
+        self.seconds[PHASES["decoding"]] -= self.seconds[PHASES["sampling"]]
+        return groups, largest[0]
+
+    def _updated(self, stream: Stream, groups: Sequence[RolloutGroup]) -> Iterator[Row]:
+        """Update twice on a minibatch: parity is that of the first, seconds and memory are those of the second."""
+        component, settings = self.policy.components[stream], self.config.updates[stream]
+        rows = join_groups(groups, torch.linspace(-1, 1, len(groups[0].outputs)).repeat(len(groups), 1), stream)
+        rows = rows.select(range(min(len(rows), settings.rows_per_step(len(rows)))))
+        if settings.ema is not None:
+            component.trained.keep("ema")
+        optimizer = PolicyOptimizer(component.trainable_parameters(), settings)
+        once: Any = settings.model_copy(update={"minibatch_size": len(rows), "epochs": 1})
+        update = partial(update_policy, component, optimizer, rows, once, seed=0, parity=_UNLIMITED)
+        with _Flop() as flop:
+            result = update()
+        phase: Phase = "tokens update" if stream == "tokens" else "denoising update"
+        self._during(phase, update)
+        allowed, count = self._tolerance(stream, rows), int(rows.actions.loss_mask.sum())
+        noun, sizes = "token" if stream == "tokens" else "step", f"{len(rows)} rows of {count // len(rows)}"
+        for name, limit in (("max", allowed.max_difference), ("mean", allowed.mean_difference)):
+            what, ours = f"parity of {stream}, {name}, {sizes}", (result.before[f"{_DIFFERENCE}/{name}"],)
+            yield Row(what=what, unit="nats", ours=ours, peer="the gate's tolerance", theirs=(limit,), at_most=1.0)
+        ours, limits = (count / self.seconds[PHASES[phase]],), (count / flop.total * self.limits.flop_per_second,)
+        what = f"{PHASES[phase]}, {sizes}"
+        yield Row(what=what, unit=f"{noun}s/s", ours=ours, peer=_PRODUCTS, theirs=limits)
+
+    def _tolerance(self, stream: Stream, rows: TrainingRows) -> ParityTolerance:
+        component: Any = self.policy.components[stream]
+        actions, rounding = rows.actions, None
+        if isinstance(actions, TokenBatch):
+            rounding = of_rounding(
+                rows.rollout_logprobs[actions.loss_mask],
+                blocks=component.blocks,
+                vocabulary=component.vocabulary,
+                temperature=actions.temperature,
+            )
+        parity: Any = self.config.updates[stream].parity  # type: ignore[union-attr]
+        summed = component.summed_values(actions)
+        found: ParityTolerance = parity.tolerance(stream, in_fp32=False, summed_values=summed, rounding=rounding)
+        return found
+
+    def _tokens(self, what: str, rows: int) -> Row:
+        """Sample rows; a token has to read each weight of the blocks and of the head once, and the cache so far."""
+        sample = self.tokens.sample if self.denoiser else self.policy.sample_tokens
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        sampled = sample(SHAPE_PROMPTS[: rows // GROUP_SIZE], GROUP_SIZE, range(rows))
+        torch.cuda.synchronize()
+        rate = int(sampled.actions.loss_mask.sum()) / (time.perf_counter() - begun)
+        length = sampled.actions.loss_mask.shape[1]
+        model = self.tokens.pipeline.vision_language_encoder if self.denoiser else self.tokens.trained.model
+        read: list[Tensor] = [*model.get_decoder().layers.parameters(), model.get_output_embeddings().weight]
+        positions = float(sampled.prompt_lengths.float().mean()) + length / 2
+        cache = 2 * rows * positions * cached_values(model.config.get_text_config())
+        limit = rows / (sum(each.nbytes for each in read) + cache) * self.limits.bytes_per_second
+        return Row(what=f"{what} of {length}", unit="tokens/s", ours=(rate,), peer=_READ, theirs=(limit,))
+
+    @torch.no_grad()
+    def _pass(self, call: _Pass) -> Row:
+        with self.denoiser.offload.using(*self.denoiser.parts):
+            run = partial(call.network, *call.arguments, **call.options)
+            with _Flop() as flop:
+                run()
+            ours, theirs = (_seconds_of(run),), (flop.total / self.limits.flop_per_second,)
+        what = f"a pass of the denoising model, {call.rows} rows"
+        return Row(what=what, unit="s", ours=ours, peer=_PRODUCTS, theirs=theirs)
