@@ -137,12 +137,11 @@ class ClipReward(ModelReward):
             return self._weights(_OPENAI_WEIGHTS)
         import open_clip
 
-        repo = str(open_clip.get_pretrained_cfg(self.model, release).get("hf_hub", "")).strip("/")
-        if not repo:
-            url = "https://github.com/mlfoundations/open_clip"
-            return self._weights(Published("open_clip", WEIGHTS_FILE, url))
-        url, hub = f"https://huggingface.co/{repo}", f"hf://{repo}/{WEIGHTS_FILE}"
-        return self._weights(Published(repo.split("/")[0], WEIGHTS_FILE, url, hub))
+        # owner/repo/file, where the file is empty if it has the usual name.
+        repo, _, named = str(open_clip.get_pretrained_cfg(self.model, release)["hf_hub"]).rpartition("/")
+        file = named or WEIGHTS_FILE
+        url, hub = f"https://huggingface.co/{repo}", f"hf://{repo}/{file}"
+        return self._weights(Published(repo.split("/")[0], file, url, hub))
 
     def _weights(self, published: Published) -> Weights:
         return Weights(self._place("weights"), self.weights, self.weights_sha256, published)

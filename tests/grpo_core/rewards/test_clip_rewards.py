@@ -1,5 +1,6 @@
 """Rewards from CLIP embeddings against open_clip and transformers: prompts, ratings, which image people prefer."""
 
+import re
 import shutil
 import threading
 from collections.abc import Sequence
@@ -309,3 +310,22 @@ def test_nan_of_the_weights_is_a_failure(hpsv2_config: Path, hpsv2_weights: Path
 
 def test_preflight_names_an_unknown_network() -> None:
     assert HpsV2Reward(model="no.json").preflight()[1].startswith("rewards.hpsv2.model: got 'no.json'")
+
+
+@pytest.mark.parametrize(
+    ("model", "release", "hub"),
+    [
+        ("ViT-B-32", "laion2b_s34b_b79k", "hf://laion/CLIP-ViT-B-32-laion2B-s34B-b79K/open_clip_model.safetensors"),
+        ("ViTamin-S", "datacomp1b", "hf://jienengchen/ViTamin-S/pytorch_model.bin"),
+    ],
+)
+def test_a_release_is_found_on_the_hub_by_the_name_that_open_clip_has_for_it(
+    model: str, release: str, hub: str
+) -> None:
+    assert ClipScoreReward(model=model, pretrained=release).clip_weights().published.hub == hub
+
+
+def test_every_release_that_open_clip_lists_is_one_file_of_the_hub() -> None:
+    for model, release in open_clip.list_pretrained():
+        hub = ClipScoreReward(model=model, pretrained=release).clip_weights().published.hub
+        assert re.fullmatch(r"hf://[^/]+/[^/]+/[^/]+", str(hub)), (model, release, hub)
