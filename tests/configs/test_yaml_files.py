@@ -18,7 +18,7 @@ from configs.policy_name import PolicyName
 from configs.schema import ROLLOUTS, RunConfig
 from configs.training import ALGORITHMS
 from configs.trl_names import OTHER_MEANING, TRL_NAMES, options_without_setting, reason_for_none
-from configs.yaml_files import read_mapping
+from configs.yaml_files import MAX_CHARACTERS, parse_yaml, read_mapping
 from grpo_core.errors import InputError
 
 DOCUMENT = Path(configs.__file__).parent.parent / "docs" / "coming_from_trl.md"
@@ -322,3 +322,10 @@ def test_a_list_of_plain_values_stays_a_plain_list() -> None:
 )
 def test_what_people_write(text: str, run: str, version: str | None) -> None:
     assert PolicyName.parse(text) == PolicyName(run, version)
+
+
+def test_a_text_of_as_many_characters_as_are_read_and_one_more() -> None:
+    assert parse_yaml("x" * MAX_CHARACTERS, "run.yaml") == "x" * MAX_CHARACTERS
+    with pytest.raises(InputError, match=f"{MAX_CHARACTERS + 1:,} characters") as caught:
+        parse_yaml("x" * (MAX_CHARACTERS + 1), "run.yaml")
+    assert caught.value.place == "run.yaml"

@@ -5,6 +5,7 @@ loading           a folder or a hub name -> model and tokenizer, checks before, 
 model_types       which types of models are tried, and which cannot run
 prompts           prompts, plain or as conversations with images or without -> what the template prints -> ids
 ends              end tokens and stop texts
+written           the tokens of a batch while they are sampled, and where each ends
 sampling_scoring  the autoregressive loop, and log-probs of stored completions
 policy            the Policy protocol on top of these
 family            checks, without importing the models' libraries
