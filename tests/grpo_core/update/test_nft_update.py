@@ -137,8 +137,17 @@ def plain_loss(
     return total / len(asked)
 
 
-@pytest.mark.parametrize(("kl", "kept_before"), [(0.0, False), (0.3, False), (0.3, True)])
-def test_loss_and_gradient_of_both_minibatches_are_those_of_a_plain_loop(kl: float, kept_before: bool) -> None:
+@pytest.mark.parametrize(
+    ("kl", "kept_before", "images"),
+    [
+        *((kl, kept_before, (3, 2)) for kl, kept_before in ((0.0, False), (0.3, False), (0.3, True))),
+        # In one minibatch the old policy is the trained one, as a constant.
+        (0.3, False, (5,)),
+    ],
+)
+def test_loss_and_gradient_of_each_minibatch_are_those_of_a_plain_loop(
+    kl: float, kept_before: bool, images: tuple[int, ...]
+) -> None:
     component, rows = LinearComponent(), rows_of(ADVANTAGES)
     reference = component.weight.detach().clone()
     with torch.no_grad():
@@ -147,16 +156,17 @@ def test_loss_and_gradient_of_both_minibatches_are_those_of_a_plain_loop(kl: flo
         if kept_before:
             component.trained.keep("old")
             component.weight.mul_(0.9)
-    result = trained(component, rows, replace(SETTINGS, minibatch_size=3, kl_coef=kl))
-    # Three images at four levels, then two: three passes and two.
-    for passes, step in zip((component.passes[:3], component.passes[3:]), result.steps, strict=True):
+    result = trained(component, rows, replace(SETTINGS, minibatch_size=images[0], kl_coef=kl))
+    # Four rows a pass: as many passes as images, which are seen at four levels.
+    cuts = (component.passes[: images[0]], component.passes[images[0] :])
+    for passes, step in zip(cuts[: len(images)], result.steps, strict=True):
         asked = [row for each in passes for row in each.rows]
         weight = passes[0].weight.requires_grad_()
         loss = plain_loss(weight, old, reference, asked, rows, kl)
         assert step.loss == pytest.approx(loss.item(), rel=1e-12)
     (expected,) = torch.autograd.grad(loss, weight)
     torch.testing.assert_close(gradient_of(component), expected, rtol=1e-12, atol=0)
-    assert not torch.equal(component.passes[3].weight, component.passes[0].weight)
+    assert len(images) == 1 or not torch.equal(component.passes[3].weight, component.passes[0].weight)
     assert ("old" in component.trained.copies) == kept_before
 
 
