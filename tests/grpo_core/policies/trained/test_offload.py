@@ -14,7 +14,7 @@ from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
-from grpo_core.policies.trained.offload import ComponentOffload, Moved, refuse_too_little_room
+from grpo_core.policies.trained.offload import ComponentOffload, Moved
 from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.rollouts.records import GroupRequest, RolloutGroup
@@ -91,8 +91,10 @@ def test_a_buffer_that_was_loaded_as_a_view_does_not_keep_the_rest() -> None:
 
 
 def test_weights_that_have_no_room_off_the_device_are_refused() -> None:
+    component = nn.Module()
+    component.register_buffer("of no memory of its own", torch.zeros(1).expand(10**16))
     with pytest.raises(InputError, match="do not fit into the CPU's memory") as error:
-        refuse_too_little_room({"transformer": 10**17})
+        ComponentOffload({"transformer": component}, CPU)
     assert (error.value.place, error.value.value) == ("policy.offload", "components")
 
 
