@@ -86,7 +86,9 @@ def stage(staged: Path, files: dict[str, bytes]) -> None:
         (staged / name).write_bytes(content)
 
 
-def commit(store: ArtifactStore, folder: str = FOLDER, *, seconds: float = 1.0, rows: int = 4) -> ArtifactRef:
+def commit(
+    store: ArtifactStore, folder: str = FOLDER, *, seconds: float = 1.0, rows: int = 4, peak_memory: int | None = None
+) -> ArtifactRef:
     with store.staging() as staged:
         stage(staged, FILES)
         return commit_artifact(
@@ -98,6 +100,7 @@ def commit(store: ArtifactStore, folder: str = FOLDER, *, seconds: float = 1.0, 
             rows=rows,
             seconds=seconds,
             metrics={"reward": 0.5},
+            peak_memory=peak_memory,
         )
 
 

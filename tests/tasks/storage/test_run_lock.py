@@ -126,6 +126,7 @@ class TestBothKinds:
             assert not is_locked(store)
             with held(store) as lock:
                 lock.require_held()
+                assert is_locked(store)
                 assert [f"process {other.pid}" in line and "taken over" in line for line in logged] == [True]
                 assert f"process {os.getpid()}" in refusal(store)
         with pytest.raises(ZeroDivisionError), held(store):

@@ -60,6 +60,10 @@ class TestCommit:
         assert read(opened_anew, reference, tmp_path / "fetched") == FILES
         assert set(contents(store)) == {MANIFEST, *(f"{FOLDER}/{name}" for name in FILES)}
 
+    def test_the_memory_that_a_stage_took_is_kept_where_it_was_measured(self, local: ArtifactStore) -> None:
+        commit(local, peak_memory=0)
+        assert [found.peak_memory for found in [another(local).find(FOLDER)] if found] == [0]
+
     def test_nothing_is_left_in_the_staging_area(self, local: ArtifactStore) -> None:
         commit(local)
         local.require_writable()
