@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.model_reward import load_model, load_state_dict, load_tokenizer, load_weights
+from grpo_core.rewards.model_reward import load_model, load_once, load_state_dict, load_tokenizer, load_weights
 from grpo_core.rewards.weights import FILE, HubName, Published, Weights
 from grpo_core.seeds import file_sha256
 from tests.grpo_core.rewards.conftest import put_into, refusal, refused, save_changed
@@ -306,3 +306,20 @@ class TestModels:
         assert sorted(gets(hub)) == sorted(f"/makers/net/resolve/{COMMIT}/{name}" for name in chosen)
         assert source.path() == str(folder)
         assert len(gets(hub)) == 2
+
+
+def test_of_loaded_models_the_one_that_was_used_least_lately_goes_first(tmp_path: Path) -> None:
+    files = [tmp_path / f"{each}.pth" for each in range(5)]
+    for file in files:
+        file.write_bytes(file.name.encode())
+    loaded: list[str] = []
+
+    @load_once
+    def load(weights: Weights) -> str:
+        loaded.append(Path(str(weights.source)).stem)
+        return loaded[-1]
+
+    # Four are kept: 0 is used again before 4 comes, so 1 goes.
+    for each in (0, 1, 2, 3, 0, 4, 0, 1):
+        load(weights_of(files[each]))
+    assert loaded == ["0", "1", "2", "3", "4", "1"]

@@ -285,3 +285,9 @@ def test_adapters_go_into_every_linear_layer_but_the_head(kind: str) -> None:
         "gpt2": {"c_attn", "c_proj", "c_fc"},
         "bloom": {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"},
     }.get(kind, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
+
+
+def test_float16_is_refused_before_a_model_is_read() -> None:
+    with pytest.raises(InputError) as refused:
+        CausalLMPolicy.load("nowhere", CausalLMSettings(), {"tokens": TrainingChoice(None)}, dtype=torch.float16)
+    assert (refused.value.place, refused.value.value) == ("policy.dtype", "float16")

@@ -21,7 +21,12 @@ from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.glm_image.family import FAMILY as GLM_IMAGE
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
-from grpo_core.policies.trained.quantization import BYTES_IN_4_BITS, QuantizationSettings, quantized_layers
+from grpo_core.policies.trained.quantization import (
+    BYTES_IN_4_BITS,
+    QuantizationSettings,
+    prepare_layers,
+    quantized_layers,
+)
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.policies.vision_lm.loading import vision_parameters
 from grpo_core.policies.vision_lm.policy import VisionLMPolicy
@@ -251,3 +256,10 @@ def test_adapters_are_not_merged_into_quantized_weights() -> None:
         inside = [layer.weight.data_ptr() for layer in quantized_layers(policy.trained.model)]
         assert inside == before
         assert all(each.merged is False for each in policy.trained.model.modules() if hasattr(each, "merged_adapters"))
+
+
+def test_a_model_of_which_no_layer_is_quantized_is_refused() -> None:
+    prepare_layers(nn.Linear(2, 2), None)
+    with pytest.raises(InputError, match="Linear has no linear layer outside") as refused:
+        prepare_layers(nn.Linear(2, 2), QuantizationSettings("nf4"))
+    assert (refused.value.place, refused.value.value) == ("policy.quantization.kind", "nf4")

@@ -92,6 +92,13 @@ def test_more_images_than_the_context_has_room_for_are_refused(folder: Path) -> 
         FAMILY.refuse_prompts(str(folder), settings, ["Compare!"], [[ImageSize(256, 256)] * 16])
 
 
+def test_among_many_sizes_those_of_most_pixels_are_processed(folder: Path) -> None:
+    """More sizes than are processed, all of them wider for their height than the large ones."""
+    strips = [[ImageSize(1600 + 2 * each, 32)] for each in range(70)]
+    with pytest.raises(InputError, match="of its images"):
+        FAMILY.refuse_prompts(str(folder), SETTINGS, ["What?"] * 71, [*strips, [ImageSize(256, 256)] * 16])
+
+
 def test_a_completion_as_long_as_the_context_is_refused(folder: Path) -> None:
     assert refused(folder, VisionLMSettings(max_completion_length=1024)).place == "rollout.max_completion_length"
 
