@@ -105,13 +105,12 @@ def _compared(component: PolicyComponent, groups: Sequence[Actions], rows_per_pa
     Sampling token by token rounds differently, and a reward without another spread would be that difference.
     """
 
+    def chunks(actions: Actions) -> Iterator[Actions]:
+        starts = range(0, len(actions), rows_per_pass)
+        return (actions.select(range(start, min(start + rows_per_pass, len(actions)))) for start in starts)
+
     def scores(score: Callable[[Actions], Tensor]) -> list[Tensor]:
-        starts = [range(0, len(actions), rows_per_pass) for actions in groups]
-        chunks = [
-            [actions.select(range(start, min(start + rows_per_pass, len(actions)))) for start in own]
-            for actions, own in zip(groups, starts, strict=True)
-        ]
-        return [torch.cat([score(chunk).cpu() for chunk in own]) for own in chunks]
+        return [torch.cat([score(chunk).cpu() for chunk in chunks(actions)]) for actions in groups]
 
     scored = scores(lambda actions: component.logprobs(actions, entropy="none").logprobs)
     with component.as_reference():
