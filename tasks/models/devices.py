@@ -22,16 +22,6 @@ def configure_torch(placement: PlacementSection) -> torch.device:
     return torch_device(placement)
 
 
-def use_tf32_for_adapters(dtype: torch.dtype, device: torch.device) -> None:
-    """On a GPU, multiply fp32 values in TF32 where the model has 16 bits: only its adapters have fp32 values.
-
-    Their inputs were 16 bits and are exact in TF32, whose 10 bits round the adapters alone; a true fp32 product takes
-    seven times as long on an H100.
-    """
-    beside_16_bits = device.type == "cuda" and dtype.itemsize == 2
-    torch.set_float32_matmul_precision("high" if beside_16_bits else "highest")
-
-
 def torch_device(placement: PlacementSection) -> torch.device:
     """Return the first device that the placement names."""
     device = placement.devices[0]

@@ -16,7 +16,7 @@ from grpo_core.policies.protocol import Policy, PolicyFamily, policy_family
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.policies.trial import try_policy
 from grpo_core.rollouts.streams import Stream
-from tasks.models.devices import configure_torch, use_tf32_for_adapters
+from tasks.models.devices import configure_torch
 from tasks.models.initial import (
     OPTIMIZER_FILE,
     component_folder,
@@ -179,14 +179,13 @@ def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
 def load_untried(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
     """Load a policy with its initial weights; on the meta device without any."""
     section, seed = spec.section, spec.adapter_seed
-    store, dtype = _adapter_store(spec), getattr(torch, section.dtype)
-    use_tf32_for_adapters(dtype, device)
+    store = _adapter_store(spec)
     with training_choices(section, store, spec.adapter, references=spec.references, seed=seed) as choices:
         return spec.family.policy_class().load(
             local_source(section.model, section.revision),
             settings,
             choices,
-            dtype=dtype,
+            dtype=getattr(torch, section.dtype),
             device=device,
             autocast=None if section.autocast is None else getattr(torch, section.autocast),
             attn_implementation=section.attn_implementation,
