@@ -112,7 +112,7 @@ class FileHashes:
             if known is not None and known[0] == version:
                 return known[1]
             found = hashlib.file_digest(stream, "sha256").hexdigest()
-            if now - status.st_mtime_ns > SETTLED_NS:
+            if now - max(status.st_mtime_ns, status.st_ctime_ns) > SETTLED_NS:
                 self._known[path] = version, found
             return found
 

@@ -12,6 +12,7 @@ import pytest
 from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.restore import restore_artifact
 from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.files import SETTLED_NS
 from tests.tasks.storage.made_artifacts import FILES, FOLDER, PART, another, commit, flip
 
 
@@ -31,6 +32,8 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def age(store: ArtifactStore) -> None:
     for name in FILES:
         os.utime(store.path(f"{FOLDER}/{name}"), (1, 1))
+    # This has changed them, too.
+    time.sleep(2e-9 * SETTLED_NS)
 
 
 def test_one_start_hashes_every_file_once(local: ArtifactStore, hashed: list[str]) -> None:
