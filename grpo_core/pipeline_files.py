@@ -28,6 +28,9 @@ def refuse_missing_folder(model: str, file: str = INDEX_FILE) -> None:
     path, slashes = Path(model).expanduser(), model.count("/")
     # Some language models have a hub name of one word.
     names_folder = slashes != 1 if file == INDEX_FILE else slashes > 1
+    if model.endswith(".gguf") or (path.is_dir() and not (path / file).is_file() and any(path.glob("*.gguf"))):
+        hint = "Make a folder of the GGUF file first: python -m data.recipes.from_gguf FILE FOLDER (docs/models.md)."
+        raise InputError("policy.model", model, hint)
     if path.is_dir():
         if not (path / file).is_file():
             raise InputError("policy.model", model, f"The folder has no {file}; give one written by save_pretrained.")

@@ -51,6 +51,16 @@ def test_a_model_without_its_head(tmp_path: Path) -> None:
         load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
+def test_a_gguf_file_is_converted_first(folder: Path) -> None:
+    named = refused("model.Q4_K_M.gguf").hint
+    (folder / "model.gguf").touch()
+    # Beside a whole model it does not matter.
+    FAMILY.refuse_unusable(str(folder), SETTINGS)
+    (folder / "config.json").unlink()
+    assert "from_gguf" in named
+    assert refused(folder).hint == named
+
+
 def test_settings_that_the_model_cannot_follow(folder: Path) -> None:
     assert refused(folder, CausalLMSettings(max_completion_length=512)).place == "rollout.max_completion_length"
     (folder / "chat_template.jinja").unlink()
