@@ -150,8 +150,9 @@ class EncodedPrompts:
         return {**found, "mm_encoder_outputs": {"image": join_features(given)}} if given else found
 
     def select(self, rows: Int[Tensor, " rows"]) -> "EncodedPrompts":
-        """Return these prompts, in this order, repetitions allowed."""
+        """Return these prompts, in this order, repetitions allowed; without a wait for rows on the CPU."""
         places = rows.tolist() if self.features or self.marked else []
+        rows = rows.to(self.input_ids.device, non_blocking=True)
         return replace(
             self,
             input_ids=self.input_ids[rows],

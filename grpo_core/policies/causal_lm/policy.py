@@ -165,10 +165,10 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
     def _distinct(
         self, prompts: Sequence[str], sources: Sources | None, *, for_engine: bool = False
     ) -> tuple[EncodedPrompts, Tensor]:
-        """Encode the distinct prompts with their images, and return the index of each given prompt among them."""
+        """Encode the distinct prompts with their images, and return the index of each given one, on the CPU."""
         given = list(zip(prompts, sources or ((),) * len(prompts), strict=True))
         places = {each: index for index, each in enumerate(dict.fromkeys(given))}
-        rows = torch.tensor([places[each] for each in given]).to(self._device, non_blocking=True)
+        rows = torch.tensor([places[each] for each in given])
         distinct, images = [prompt for prompt, _ in places], [images for _, images in places]
         return self.encode(distinct, images, for_engine=for_engine), rows
 
@@ -212,7 +212,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         sample = self.engine or partial(sample_completions, self._model)
         with torch.no_grad(), self._sampling():
             encoded, rows = self._distinct(requested, images, for_engine=self.engine is not None)
-            return sample(encoded, requested, rows, rule, seeds, images)
+            return sample(encoded, requested, rows.to(self._device), rule, seeds, images)
 
     def decode(self, tokens: TokenBatch) -> list[str]:
         """Return the completions as texts, without special tokens, and cut before the first stop text."""

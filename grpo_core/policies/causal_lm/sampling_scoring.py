@@ -118,15 +118,21 @@ _TOKENS_PER_LOOK = 8
 
 @contextmanager
 def unread_padding(device: torch.device, *, padded: bool) -> Iterator[None]:
-    """Let a model of transformers make its mask of padded rows on a GPU without a look at the padding.
+    """Let a model of transformers make its mask on a GPU without a look at the padding: whether there is any is known.
 
-    It looks whether any row is padded, to do without a mask, and so waits for the GPU in each step.
+    It looks whether any row is padded, to do without a mask, and so waits for the GPU in each pass.
     """
-    if device.type == "cpu" or not padded:
+    if device.type == "cpu":
         yield
         return
-    make = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = lambda *args, **given: make(*args, **given | {"allow_is_causal_skip": False})
+    make: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+    known = {"allow_is_causal_skip": False} if padded else {"attention_mask": None}
+
+    def make_known(**given: Any) -> Tensor | None:
+        # Only where it would look; masks of other kinds have other padding.
+        return make(**given | (known if given["allow_is_causal_skip"] else {}))
+
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = make_known
     try:
         yield
     finally:

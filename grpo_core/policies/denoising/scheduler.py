@@ -113,10 +113,12 @@ S = TypeVar("S", bound="WindowScheduler")
 
 
 class WindowScheduler(FlowMatchEulerDiscreteScheduler):
-    """The schedule of a pipeline's own scheduler, with the transitions of noisy steps."""
+    """The schedule of a pipeline's own scheduler, of which the pipeline sees the timesteps that are kept."""
 
     settings: DenoisingSettings
     timesteps: Tensor
+    sigmas: Tensor
+    kept = slice(None)
 
     @classmethod
     def like(cls: type[S], own: FlowMatchEulerDiscreteScheduler, settings: DenoisingSettings) -> S:
@@ -125,6 +127,21 @@ class WindowScheduler(FlowMatchEulerDiscreteScheduler):
         made.set_shift(own.shift)
         made.settings = settings
         return made
+
+    # Pipelines look for the names of arguments in this signature.
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        sigmas: list[float] | None = None,
+        mu: float | None = None,
+        timesteps: list[float] | None = None,
+    ) -> None:
+        """Make the whole schedule, and give the pipeline a part of its timesteps."""
+        super().set_timesteps(num_inference_steps, None, sigmas, mu, timesteps)
+        # Made where its numbers are: the host does not wait for a copy that it need not see arrive.
+        self.sigmas = self.sigmas.to(device, non_blocking=True)
+        self.timesteps = self.timesteps[self.kept].to(device, non_blocking=True)
 
     def scale_model_input(self, sample: Tensor, timestep: Tensor | None = None) -> Tensor:
         """Return the latents: a pipeline of several kinds of schedulers scales for all but its own classes."""
@@ -227,26 +244,7 @@ class NoisyScheduler(WindowScheduler):
             raise RuntimeError("the latents before the window were not rounded to the dtype they are stored in")
 
 
-class PartialScheduler(WindowScheduler):
-    """The whole schedule, of which the pipeline sees the timesteps that are kept."""
-
-    kept: slice
-
-    # Pipelines look for the names of arguments in this signature.
-    def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: str | torch.device | None = None,
-        sigmas: list[float] | None = None,
-        mu: float | None = None,
-        timesteps: list[float] | None = None,
-    ) -> None:
-        """Make the whole schedule, and give the pipeline a part of its timesteps."""
-        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
-        self.timesteps = self.timesteps[self.kept]
-
-
-class ReplayScheduler(PartialScheduler):
+class ReplayScheduler(WindowScheduler):
     """The window's steps alone, each answered with the stored latents, so that each step's graph is its own."""
 
     def begin(self, start: int, states: Float[Tensor, "states rows ..."]) -> "ReplayScheduler":
@@ -263,13 +261,13 @@ class ReplayScheduler(PartialScheduler):
         return self.states[place + 1].to(velocity.dtype)
 
 
-class StartScheduler(PartialScheduler):
+class StartScheduler(WindowScheduler):
     """No step at all: the pipeline returns the latents that it would have started from, in its own form."""
 
     kept = slice(0)
 
 
-class VelocityScheduler(PartialScheduler):
+class VelocityScheduler(WindowScheduler):
     """One timestep, whose model output is recorded as the pipeline gives it, guidance included; nothing is denoised."""
 
     velocity: Tensor

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor, nn
 from transformers import GlmImageProcessor
@@ -94,6 +95,7 @@ def load_pipeline(model: str, **options: Any) -> GlmImagePipeline:
         )
         pipeline.register_modules(processor=UnitProcessor.from_pretrained(model, subfolder="processor"))
         keep_rotary_tables(pipeline.transformer.rope)
+        drop_by_product(pipeline.transformer)
         if pipeline.processor.unit != (unit := pixel_unit(pipeline)):
             hint = f'Its tokens have {unit} pixels; write "unit": {unit} into processor/processor_config.json.'
             raise InputError("policy.model", model, hint)
@@ -119,6 +121,25 @@ def keep_rotary_tables(rope: Any) -> None:
         return tables[key]
 
     rope.forward = forward
+
+
+def drop_by_product(transformer: nn.Module) -> None:
+    """Have the decoder drop the draft's tokens of an unconditional pass by a product, to the bit what it computes.
+
+    diffusers 0.42 indexes their embeddings by a mask, and the host waits for the GPU to count its places in every pass.
+    """
+    masks: list[Tensor] = []
+
+    def take_mask(_: nn.Module, inputs: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        masks[:] = [arguments["prior_token_drop"].unsqueeze(-1)]
+        return inputs, {**arguments, "prior_token_drop": slice(0)}
+
+    def drop(_: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+        (embedding,) = inputs
+        return torch.where(masks.pop(), embedding * 0.0, embedding) if masks else embedding
+
+    transformer.register_forward_pre_hook(take_mask, with_kwargs=True)
+    transformer.get_submodule("prior_projector").register_forward_pre_hook(drop)
 
 
 def refuse_unusable_prompts(model: str, settings: GlmImageSettings, prompts: Sequence[str]) -> None:

@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from torch import nn
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -62,3 +64,20 @@ VISION_LM = ModelKind(
 def is_vision_frozen(model: Any) -> bool:
     """Return whether nothing outside the language model is trained, so that an image's features never change."""
     return not any(each.requires_grad for each in vision_parameters(model))
+
+
+def add_deepstack_by_places(model: nn.Module) -> None:
+    """Have features of images that are added behind a layer (Qwen3-VL) scattered among zeros, to the bit the same.
+
+    transformers 5.23 indexes the hidden states by a mask, twice there and twice on the way back, and the host waits for
+    the GPU to count its places each time.
+    """
+    for module in model.modules():
+        if hasattr(module, "_deepstack_process"):
+            module._deepstack_process = _with_features  # type: ignore[assignment]
+
+
+def _with_features(
+    hidden: Float[Tensor, "rows time dim"], places: Bool[Tensor, "rows time"], features: Float[Tensor, "places dim"]
+) -> Float[Tensor, "rows time dim"]:
+    return hidden + torch.zeros_like(hidden).masked_scatter(places.unsqueeze(-1), features.to(hidden))

@@ -11,7 +11,7 @@ from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import require_room
 from grpo_core.policies.encoded_prompts import EncodedPrompt, ImageFeatures, RecentlyUsed
 from grpo_core.policies.trained.model import TrainedModel
-from grpo_core.policies.vision_lm.loading import VISION_LM, is_vision_frozen
+from grpo_core.policies.vision_lm.loading import VISION_LM, add_deepstack_by_places, is_vision_frozen
 from grpo_core.policies.vision_lm.prompts import (
     find_placeholders,
     image_features,
@@ -51,6 +51,7 @@ class VisionLMPolicy(CausalLMPolicy):
         left_out = [token for token in self.placeholders.ids if token < self.vocabulary and token not in self.ends]
         self.forbidden = torch.tensor(left_out, dtype=torch.long, device=self._device)
         self.vision_frozen = is_vision_frozen(self._model)
+        add_deepstack_by_places(self._model)
         self._on_device = RecentlyUsed[ImageFeatures](_FEATURE_BYTES)
 
     def sample_with(self, settings: VisionLMSettings) -> None:  # type: ignore[override]

@@ -211,17 +211,19 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "cohere"])
-def test_a_mask_is_made_without_a_look_at_the_padding(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "padded"), [("llama", True), ("qwen2", True), ("cohere", True), ("cohere", False)])
+def test_a_mask_is_made_without_a_look_at_the_padding(kind: str, padded: bool) -> None:
     model, ids = make_model(kind), torch.arange(12).view(2, 6) + 3
-    attention = torch.ones_like(ids).index_fill(1, torch.tensor([0, 1]), 0).index_fill(0, torch.tensor([1]), 1)
+    attention = torch.ones_like(ids)
+    if padded:
+        attention[0, :2] = 0
     with torch.no_grad():
         cache = model(ids[:, :5], attention_mask=attention[:, :5], use_cache=True).past_key_values
         given = {"input_ids": ids[:, 5:], "attention_mask": attention, "position_ids": torch.full((2, 1), 5)}
         expected = model(**given, past_key_values=copy.deepcopy(cache)).logits
         with _Reads() as looked:
             model(**given, past_key_values=copy.deepcopy(cache))
-        with unread_padding(torch.device("cuda"), padded=True), _Reads() as unread:
+        with unread_padding(torch.device("cuda"), padded=padded), _Reads() as unread:
             found = model(**given, past_key_values=cache).logits
     assert torch.equal(found, expected)
     assert (looked.count, unread.count) == (1, 0)

@@ -119,6 +119,25 @@ def test_the_decoders_rotary_table_is_diffusers_own_and_made_once(
     assert all(torch.equal(one, two) for one, two in zip(first, type(rope).forward(rope, latents), strict=True))
 
 
+def test_the_drafts_tokens_are_dropped_to_the_bit_as_by_diffusers(shipped_pipeline: GlmImagePipeline) -> None:
+    """Of some rows, of some places, of all and of none."""
+    transformer = shipped_pipeline.transformer
+    drop = torch.rand(3, 16, generator=torch.Generator().manual_seed(5)) < 0.5
+    drop[0] = True
+    for each in (drop, torch.zeros_like(drop)):
+        given = {
+            "hidden_states": torch.randn(3, transformer.config.in_channels, 16, 16),
+            "encoder_hidden_states": torch.randn(3, 2, transformer.config.text_embed_dim),
+            "prior_token_id": TOKENS[:3, :16],
+            "prior_token_drop": each,
+            "timestep": torch.tensor([500.0, 20.0, 3.0]),
+            "target_size": torch.full((3, 2), 64.0),
+            "crop_coords": torch.zeros(3, 2),
+        }
+        with torch.no_grad():
+            assert torch.equal(transformer(**given).sample, type(transformer).forward(transformer, **given).sample)
+
+
 # --- through the policy
 
 

@@ -50,6 +50,17 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(each, expected[name], rtol=1e-3, atol=1e-4 * max(scale, 1e-2), msg=name)
 
 
+def test_features_behind_a_layer_are_added_to_the_bit_as_by_transformers() -> None:
+    (text,) = (each for each in make_policy("qwen3_vl")._model.modules() if hasattr(each, "_deepstack_process"))
+    places = torch.tensor([[False, True, True, False, True], [False, False, False, False, True]])
+    values = [torch.randn(2, 5, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)]
+    found = text._deepstack_process(values[0], places, values[1])
+    expected = type(text)._deepstack_process(text, values[0], places, values[1])
+    assert torch.equal(found, expected)
+    upstream = torch.randn(2, 5, 8)
+    assert all(map(torch.equal, *(torch.autograd.grad(each, values, upstream) for each in (found, expected))))
+
+
 # With deepstack, with a projector that is one parameter, with a layer that nothing reads, and with tiles.
 QUICK = ("qwen3_vl", "gemma3", "llava", "internvl")
 BY_KIND = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in KINDS]
