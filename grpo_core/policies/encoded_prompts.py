@@ -48,9 +48,16 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...
     return tuple(each.to(device) for each in tensors)
 
 
+@dataclass
+class _JoinedFeatures(BaseModelOutputWithPooling):
+    """An output with a field for each value: what shards a model takes its arguments apart, and leaves others out."""
+
+    deepstack_features: Any = None
+
+
 def join_features(parts: Sequence[ImageFeatures]) -> Any:
     """Return the features of several rows, in order, in the form of the model's own output."""
-    joined = BaseModelOutputWithPooling()
+    joined = _JoinedFeatures() if parts[0].deepstack else BaseModelOutputWithPooling()
     whole = [part.pooled for part in parts if isinstance(part.pooled, Tensor)]
     single = [each for part in parts if not isinstance(part.pooled, Tensor) for each in part.pooled]
     joined.pooler_output = torch.cat(whole) if whole else single

@@ -31,12 +31,15 @@ TIMEOUT = timedelta(days=7)
 def join(store: Store, rank: int, count: int, device: torch.device) -> None:
     """Join the other processes, found by the store, once in a process's life; every one of them has to call this.
 
-    A GPU becomes the current one.
+    A GPU, the only one that the process sees unless it has an index, becomes the current one.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=TIMEOUT)
+    if device.type == "cpu":
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=TIMEOUT)
+        return
+    gpu = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(gpu)
+    # With its device NCCL connects now, where a network that does not work is told from an update that does not.
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=count, timeout=TIMEOUT, device_id=gpu)
 
 
 class DistributedProcessGroup:
@@ -66,7 +69,7 @@ class DistributedProcessGroup:
 
     def add(self, values: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Return the sum of all processes' values, on every process."""
-        total = values.to(self.device, copy=True)
+        total = values.to(self.device, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total.to(values.device)
 
@@ -173,7 +176,7 @@ class ShardedProcessGroup(DistributedProcessGroup):
 
     torch's `fully_shard` (Zhao et al., 2023, arXiv:2304.11277) of each layer, then of the rest of the inner model. The
     output head, and an embedding tied to it, stay unsharded: log-probs of tokens run the inner model once, then the
-    head for one chunk of tokens at a time, of which processes have different numbers.
+    head for one chunk of tokens at a time, of which processes have different numbers. So does what sees images.
     """
 
     def distribute(self, trained: TrainedModel) -> None:
@@ -246,8 +249,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
 def _network(model: nn.Module) -> tuple[Any, nn.Module, set[nn.Parameter]]:
     """Return the network inside adapters, the part of it that a pass runs once, and the weights used outside of that.
 
-    A diffusers model runs as a whole; of a language model the head runs chunk by chunk, and a frozen encoder of images
-    once per image.
+    A diffusers model runs as a whole; of a language model the head runs chunk by chunk, and what makes features of
+    images once an image, so in some processes more often than in others, or never.
     """
     from diffusers import ModelMixin
     from transformers import PreTrainedModel
@@ -255,17 +258,10 @@ def _network(model: nn.Module) -> tuple[Any, nn.Module, set[nn.Parameter]]:
     network: Any = next(part for part in model.modules() if isinstance(part, PreTrainedModel | ModelMixin))
     if isinstance(network, ModelMixin):
         return network, network, set()
-    head, inner = network.get_output_embeddings(), network.base_model
-    embeddings = network.get_input_embeddings()
-    encoders = [
-        part
-        for part in inner.modules()
-        if isinstance(part, PreTrainedModel)
-        and not any(parameter.requires_grad for parameter in part.parameters())
-        and not any(module is embeddings for module in part.modules())
-    ]
-    outside = encoders if head is None else [head, *encoders]
-    return network, inner, {parameter for part in outside for parameter in part.parameters()}
+    head, inner, decoder = network.get_output_embeddings(), network.base_model, network.get_decoder()
+    read_once = {each for part in (decoder, network.get_input_embeddings()) for each in part.parameters()}
+    outside = {each for each in inner.parameters() if each not in read_once}
+    return network, inner, outside if head is None else outside | set(head.parameters())
 
 
 def _layers(network: Any) -> list[nn.Module]:

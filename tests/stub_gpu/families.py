@@ -31,6 +31,7 @@ from grpo_core.rollouts.streams import Stream
 from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
+from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
 from grpo_core.update.settings import PARITY_SHARE
 from tasks.models.devices import configure_torch
 from tasks.models.resident import ModelSpec, load_policy, load_untried
@@ -130,16 +131,30 @@ class Runner:
 
     def update(self, groups: Sequence[RolloutGroup], stream: Stream, share: int = 1) -> Any:
         """Train a component on one of `share` of the rows, and restore its initial weights."""
+        result = self.train(groups, stream, share)
+        self.policy.components[stream].load_weights(None)
+        return result
+
+    def train(
+        self,
+        groups: Sequence[RolloutGroup],
+        stream: Stream,
+        share: int = 1,
+        process_group: ProcessGroup = SINGLE_PROCESS,
+    ) -> Any:
+        """Train a component on one of `share` of the rows."""
         component: Any = self.policy.components[stream]
         advantages = torch.linspace(-1, 1, len(groups[0].outputs)).repeat(len(groups), 1)
         rows = join_groups(groups, advantages, stream)
         rows = rows.select(range(0, len(rows), share))
         update: Any = self.config.updates[stream]
         settings = update.model_copy(update={"minibatch_size": len(rows)})
+        process_group.distribute(component.trained)
         optimizer = PolicyOptimizer(component.trainable_parameters(), settings)
         train = update_by_nft if isinstance(update, NftUpdateSection) else update_policy
-        result = train(component, optimizer, rows, settings, seed=0)
-        component.load_weights(None)
+        result = train(component, optimizer, rows, settings, seed=0, process_group=process_group)
+        process_group.state(optimizer)
+        process_group.collect(component.trained)
         return result
 
 

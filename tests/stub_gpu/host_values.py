@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -91,8 +92,12 @@ class HostValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if of_shapes_alone():
+            return func(*args, **kwargs)
+        if not {*types} <= {Tensor, Parameter}:
+            return NotImplemented  # a share of a tensor, which comes again as this process's own part
         special = self._special.get(func)
-        if any(each.is_cuda for each in _tensors((*args, *kwargs.values()))):
+        if any(each.is_cuda for each in tensors_in((*args, *kwargs.values()))):
             self.operations[func._schema.name] += 1
             if special is not None:
                 return special(func, args, kwargs)
@@ -145,7 +150,7 @@ class HostValues(TorchDispatchMode):
 
     def _plain(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        given, made = _tensors((*args, *kwargs.values())), _tensors((result,))
+        given, made = tensors_in((*args, *kwargs.values())), tensors_in((result,))
         changes = func._schema.is_mutable
         on_device = [each for each in (given if changes else made) if each.is_cuda]
         if not on_device:
@@ -181,7 +186,7 @@ class HostValues(TorchDispatchMode):
                 look = self._read
         args, kwargs = self._on_cpu(args, look), self._on_cpu(kwargs, look)
         try:
-            return _tensors((func(*args, **kwargs),))
+            return tensors_in((func(*args, **kwargs),))
         except (RuntimeError, NotImplementedError) as error:
             self.failed[f"{func}: {error}"] += 1
             return None
@@ -290,7 +295,12 @@ class HostValues(TorchDispatchMode):
         return out, sums, None, None, query.shape[-2], args[1].shape[-2], seed, seed, None
 
 
-def _tensors(given: Sequence[Any]) -> list[Tensor]:
+def of_shapes_alone() -> bool:
+    """Return whether operations are asked for the shapes of their results, as to find how these are sharded."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def tensors_in(given: Sequence[Any]) -> list[Tensor]:
     """Return the tensors among arguments or results, which are in lists at most."""
     found = []
     for each in given:

@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 from grpo_core.parity import ParityError, ParityTolerance
-from grpo_core.update.distributed import DistributedProcessGroup, in_buckets
+from grpo_core.update.distributed import DistributedProcessGroup, in_buckets, join
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
@@ -67,6 +68,23 @@ def test_buckets_hold_every_gradient_in_order(sizes: list[tuple[int, bool]], ele
     for bucket in buckets:
         assert len({tensor.dtype for tensor in bucket}) == 1
         assert len(bucket) == 1 or sum(len(tensor) for tensor in bucket) <= elements
+
+
+@pytest.mark.parametrize("given", ["cuda", "cuda:2"])
+def test_a_gpu_has_its_index_when_nccl_begins(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """The process of a GPU sees no other one and calls it `cuda`, which torch does not take for a current device."""
+    current, begun = list[int](), list[tuple[str, torch.device]]()
+    monkeypatch.setattr(torch._C, "_cuda_setDevice", current.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "_check_stray_context", lambda index: None, raising=False)
+
+    def init(backend: str, *, device_id: torch.device, **given: object) -> None:
+        begun.append((backend, device_id))
+
+    monkeypatch.setattr("torch.distributed.init_process_group", init)
+    join(HashStore(), 0, 2, torch.device(given))
+    index = torch.device(given).index or 0
+    assert current == [index]
+    assert begun == [("nccl", torch.device("cuda", index))]
 
 
 # --- in processes
