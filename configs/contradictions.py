@@ -13,6 +13,7 @@ from grpo_core.policies.engines.settings import refuse_adapters as refuse_vllm_a
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.quantization import refuse_adapters
 from grpo_core.rewards.registry import build_reward
+from grpo_core.update.optimizer_kinds import OPTIMIZERS
 
 MANIFEST_ENDING = ".manifest.json"
 """Ending of the file next to a stored table, whose folder has the reward's name."""
@@ -31,7 +32,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
         *_batches(config),
         *_quantization(config),
         *_engine(config),
-        *_offload(config),
+        *_memory(config),
         *_reference(config),
         *_schedule(config),
         *_placement(config),
@@ -228,7 +229,7 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
         yield from _refused(refuse_vllm_adapters, lora, f"policy.{place}")
 
 
-def _offload(config: RunConfig) -> Iterator[InputError]:
+def _memory(config: RunConfig) -> Iterator[InputError]:
     policy, sharded = config.policy, config.placement.sharding == "fsdp2"
     if policy.offload != "none" and sharded:
         hint = "With fsdp2 each process has a share of the weights on its GPU; use none, or placement.sharding ddp."
@@ -237,6 +238,9 @@ def _offload(config: RunConfig) -> Iterator[InputError]:
         place = f"{config.update_path(stream)}.offload_optimizer"
         if update.offload_optimizer and sharded:
             yield InputError(place, True, "Sharded moments stay on the GPUs; leave it out, or use ddp.")
+        if OPTIMIZERS[update.optimizer].matrices and policy.lora_of(stream) is None and policy.adapter is None:
+            hint = "It has steps for matrices only, and a whole model has other weights: set policy.lora, or use adamw."
+            yield InputError(f"{config.update_path(stream)}.optimizer", update.optimizer, hint)
 
 
 def _refused(check: Callable[..., object], *arguments: object) -> Iterator[InputError]:

@@ -12,6 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.losses.settings import LossKlEstimator, MismatchSettings, custom_loss_digest
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.rollouts.streams import Stream
+from grpo_core.update.optimizer_kinds import OptimizerValue
 from grpo_core.update.settings import (
     WITH_LENGTH,
     NftSettings,
@@ -122,15 +123,17 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
 
     learning_rate: float = Field(1e-5, gt=0, le=1e3, description="after warm-up")
     lr_scheduler_kwargs: Annotated[dict[str, ScheduleValue], Uses.NOTHING] = Field(default_factory=dict)
+    optimizer_kwargs: Annotated[dict[str, OptimizerValue], Uses.NOTHING] = Field(default_factory=dict)
     reference: ReferenceSection = ReferenceSection()
 
     def result_settings(self) -> dict[str, Any]:
-        """Return the fields that determine results; the number of minibatches where it does."""
-        values = super().result_settings()
-        return values if self.minibatches is not None else {k: v for k, v in values.items() if k != "minibatches"}
+        """Return the fields that determine results; those that are seldom set where they are."""
+        unset: dict[str, Any] = {"minibatches": None, "optimizer_kwargs": {}}
+        return {name: value for name, value in super().result_settings().items() if (name, value) not in unset.items()}
 
     def contradictions(self) -> Iterator[InputError]:
         """Yield settings that the optimizer or the schedule does not have."""
+        yield from (InputError(*each) for each in self.foreign_to_the_optimizer())
         if self.offload_optimizer and self.optimizer != "adamw":
             hint = f"Only the moments of adamw; {self.optimizer} keeps its own: use adamw, or leave this out."
             yield InputError("offload_optimizer", True, hint)

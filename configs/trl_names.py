@@ -52,7 +52,8 @@ OTHER_MEANING: Mapping[str, str] = {
     "update.adam_beta2": "Set `update.betas` to `[adam_beta1, adam_beta2]`.",
     "update.gradient_accumulation_steps": "Set `update.minibatch_size`, the rows of one optimizer step, to "
     "`per_device_train_batch_size` x `gradient_accumulation_steps` x processes.",
-    "update.optim": "Set `update.optimizer` to `adamw`, `adamw_8bit`, `paged_adamw` or `paged_adamw_8bit`.",
+    "update.optim": "Set `update.optimizer`: `adamw_torch` is `adamw`, `adamw_bnb_8bit` `adamw_8bit`, `lion_32bit` "
+    "`lion`.",
     "update.ref_model_sync_steps": "Set `update.reference.refresh_every`: it counts iterations, "
     "`ref_model_sync_steps` counts optimizer steps.",
     "update.sync_ref_model": "Set `update.reference.refresh_every` to the iterations between refreshes, or to 0.",

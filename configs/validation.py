@@ -31,7 +31,7 @@ RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._~-]{0,99}$"
 RunName = Annotated[str, Field(pattern=RUN_NAME_PATTERN), Uses.NOTHING]
 
 # The reward, the schedule or the loss defines these keys and values.
-_FREE_MAPPINGS = ("settings", "lr_scheduler_kwargs", "loss_settings")
+_FREE_MAPPINGS = ("settings", "lr_scheduler_kwargs", "optimizer_kwargs", "loss_settings")
 
 ALL_AT_ONCE = "all at once"
 """Validation context for callers that use `refused_combinations`, so that all errors are reported together."""

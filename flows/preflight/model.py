@@ -22,6 +22,7 @@ from grpo_core.rewards.registry import build_reward
 from grpo_core.rollouts.streams import ImageSize, Stream
 from grpo_core.seeds import derive_seed
 from grpo_core.update.optimizer import refuse_unavailable
+from grpo_core.update.optimizer_kinds import OPTIMIZERS
 from tasks.models.devices import configure_torch, refuse_missing_devices, torch_device
 from tasks.models.initial import initial_digest, local_source, training_choices
 from tasks.models.resident import ModelSpec, load_untried
@@ -149,6 +150,7 @@ def estimate_model(
             prompts_per_batch=config.rollout.prompts_per_batch,
             micro_batch_size=update.micro_batch_size,
             eight_bit_optimizer=update.optimizer.endswith("8bit"),
+            moments=OPTIMIZERS[update.optimizer].moments,
             averages=(update.ema is not None) + bool(update.old_policy_decay(1)),
             sizes=sizes,
             offload_optimizer=update.offload_optimizer,

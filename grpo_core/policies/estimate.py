@@ -93,6 +93,7 @@ class Workload:
         prompts_per_batch: prompts sampled at once.
         micro_batch_size: rows per forward and backward pass.
         eight_bit_optimizer: the optimizer's moments take one byte each.
+        moments: of the optimizer for each trained value.
         sizes: of the images, each once; empty: texts, or images of the size in the settings.
         averages: copies of the trained parameters that an update keeps, such as a moving average.
         offload_optimizer: the optimizer's moments are in CPU memory.
@@ -105,6 +106,7 @@ class Workload:
     micro_batch_size: int
     eight_bit_optimizer: bool
     sizes: tuple[ImageSize, ...] = ()
+    moments: int = 2
     averages: int = 0
     offload_optimizer: bool = False
     autocast: Literal["bfloat16", "float16"] | None = None
@@ -165,8 +167,8 @@ def estimate_resources(
         parts += training_parts(stream, component, choice, workloads[stream])
         trained = _trained(component)
         saved = trained if choice.lora else count_parameters(component.trained.model)
-        # Adapters or the model, their copies, and AdamW's two moments.
-        values = saved * (1 + workloads[stream].averages) + 2 * trained
+        # Adapters or the model, their copies, and the optimizer's moments.
+        values = saved * (1 + workloads[stream].averages) + workloads[stream].moments * trained
         checkpoint += values * _trained_bytes(choice, workloads[stream])
         counted += f", {stream} adapters {shown_count(trained)}" if choice.lora else ""
     states = 0
@@ -236,7 +238,7 @@ def training_parts(
     yield MemoryPart(f"{stream} gradients", count * each, exact=True, phases=update)
     yield MemoryPart(
         f"{stream} moments",
-        2 * count * moment,
+        workload.moments * count * moment,
         exact=True,
         phases=frozenset() if offloaded else update,
         offloaded=offloaded,

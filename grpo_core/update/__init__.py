@@ -5,7 +5,8 @@ policy_update   the update by importance ratios: log-probs before it, the parity
 gradient        the gradient of its minibatches, added up over microbatches
 nft_update      the update by DiffusionNFT, from finished images alone
 step            one optimizer step, what surrounds it, and its measurements under TRL's names
-optimizer       AdamW of torch or bitsandbytes, and its state as tensors, without pickle
+optimizer       the steps of an optimizer, and its state as tensors, without pickle
+optimizer_kinds the optimizers by name: classes of torch and bitsandbytes
 process_group   the processes that share one update
 distributed     process groups over torch.distributed: the full model in each process, or a share of it (FSDP2)
 """

@@ -1,11 +1,10 @@
-"""The optimizer of one policy: AdamW of torch, or with 8-bit and paged states of bitsandbytes.
+"""The optimizer of one policy, of torch or bitsandbytes.
 
 Its state is stored as named tensors, without pickle: `<parameter>|<moment>`; `<parameter>|none`, without elements,
 stands for a parameter that never had a gradient. The entry `|optimizer` is the kind of optimizer as ASCII codes.
 """
 
 from collections.abc import Container, Mapping
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.offload import pin
-from grpo_core.update.settings import OptimizerKind, OptimizerSettings
+from grpo_core.update.optimizer_kinds import IN_TORCH, OPTIMIZERS, OptimizerKind
+from grpo_core.update.settings import OptimizerSettings
 
 KIND = "|optimizer"
 UNTOUCHED = "none"
 
-_IN_BITSANDBYTES = {"adamw_8bit": "AdamW8bit", "paged_adamw": "PagedAdamW", "paged_adamw_8bit": "PagedAdamW8bit"}
 # bitsandbytes keeps smaller parameters' moments in fp32, and scales 8-bit moments in blocks of this many.
 _SMALLEST_IN_8_BITS = 4096
 _BLOCK = 256
@@ -28,7 +27,7 @@ _CODES = 256
 
 def refuse_unavailable(kind: OptimizerKind, device: torch.device) -> None:
     """Raise InputError for an optimizer that this machine cannot run, before any model is loaded."""
-    if kind == "adamw":
+    if OPTIMIZERS[kind].library == IN_TORCH:
         return
     if find_spec("bitsandbytes") is None:
         hint = "It needs bitsandbytes, the extra of that name (pip install bitsandbytes); or use adamw."
@@ -52,7 +51,7 @@ class PolicyOptimizer:
         """Build the optimizer after this many steps of the schedule; no weight decay of the undecayed parameters."""
         self.parameters = dict(parameters)
         self.steps = steps
-        self._kind = settings.optimizer
+        self._kind, self._traits = settings.optimizer, OPTIMIZERS[settings.optimizer]
         self._schedule = settings.schedule()
         self._optimizer = self._built(settings, undecayed)
 
@@ -62,23 +61,28 @@ class PolicyOptimizer:
         others = [each for name, each in self.parameters.items() if name in undecayed]
         parts = ((decayed, settings.weight_decay), (others, 0.0))
         groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
-        values: dict[str, Any] = {
-            "lr": self.learning_rate,
-            "betas": settings.betas,
-            "eps": settings.eps,
-        }
-        if self._kind == "adamw":
-            # Its import takes seconds, and every command that reads a configuration imports this module.
-            from torch.distributed.tensor import DTensor
+        given = {"betas": settings.betas, "eps": settings.eps, **settings.optimizer_kwargs}
+        if self._traits.library != IN_TORCH:
+            for device in {parameter.device for parameter in trained}:
+                refuse_unavailable(self._kind, device)
+            return self._traits.make(groups, self.learning_rate, given)
+        if settings.offload_optimizer:
+            return _OffloadedAdamW(groups, {"lr": self.learning_rate, **given})
+        if self._traits.matrices:
+            self._refuse_others()
+            return self._traits.make(groups, self.learning_rate, given)
+        # Its import takes seconds, and every command that reads a configuration imports this module.
+        from torch.distributed.tensor import DTensor
 
-            if settings.offload_optimizer:
-                return _OffloadedAdamW(groups, values)
-            # Multi-tensor steps do not accept full and sharded parameters together.
-            mixed = len({isinstance(parameter, DTensor) for parameter in trained}) > 1
-            return torch.optim.AdamW(groups, foreach=False if mixed else None, **values)
-        for device in {parameter.device for parameter in trained}:
-            refuse_unavailable(self._kind, device)
-        return getattr(import_module("bitsandbytes.optim"), _IN_BITSANDBYTES[self._kind])(groups, **values)
+        # Multi-tensor steps do not accept full and sharded parameters together.
+        mixed = len({isinstance(parameter, DTensor) for parameter in trained}) > 1
+        return self._traits.make(groups, self.learning_rate, given, foreach=False if mixed else None)
+
+    def _refuse_others(self) -> None:
+        for name, parameter in self.parameters.items():
+            if parameter.dim() != 2:
+                hint = f"It has steps for matrices only, and {name} is {[*parameter.shape]}: use adamw."
+                raise InputError("update.optimizer", self._kind, hint)
 
     @property
     def learning_rate(self) -> float:
@@ -103,8 +107,9 @@ class PolicyOptimizer:
         """
         state = {KIND: torch.tensor(list(self._kind.encode()), dtype=torch.uint8)}
         for name, parameter in self.parameters.items():
-            moments = self._optimizer.state.get(parameter) or {UNTOUCHED: torch.zeros(0)}
-            for key, value in sorted(moments.items()):
+            kept = self._optimizer.state.get(parameter) or {}
+            moments = {key: value for key, value in kept.items() if value is not None}
+            for key, value in sorted((moments or {UNTOUCHED: torch.zeros(0)}).items()):
                 # bitsandbytes counts its steps in plain numbers.
                 tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
                 state[f"{name}|{key}"] = tensor.detach().cpu().contiguous()
@@ -116,12 +121,12 @@ class PolicyOptimizer:
         InputError for another kind of optimizer; ValueError for other parameters, shapes or dtypes, or missing ones.
         """
         loaded = self._checked(state)
-        if self.steps and not loaded:
+        if self.steps and not loaded and any(self._layout(parameter) for parameter in self.parameters.values()):
             raise ValueError(f"the optimizer state is empty, but {self.steps} steps were made with it")
         for index, (name, parameter) in enumerate(self.parameters.items()):
             if name not in loaded:
                 self._optimizer.state.pop(parameter, None)
-            elif self._kind == "adamw":
+            elif self._traits.library == IN_TORCH:
                 # torch keeps its step counters on the CPU.
                 moments = loaded[name].items()
                 if isinstance(self._optimizer, _OffloadedAdamW):
@@ -156,12 +161,19 @@ class PolicyOptimizer:
         return {name: moments for name, moments in loaded.items() if UNTOUCHED not in moments}
 
     def _layout(self, parameter: nn.Parameter) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        shape, scalar = parameter.shape, torch.Size([])
+        """Return the shape and dtype of what the optimizer keeps of a parameter after a step."""
+        shape, scalar, moment = parameter.shape, torch.Size([]), (parameter.shape, parameter.dtype)
         if self._kind == "adamw":
-            moment = (shape, parameter.dtype)
             return {"step": (scalar, torch.float32), "exp_avg": moment, "exp_avg_sq": moment}
+        if self._kind == "adafactor":
+            factors = {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, *shape[-1:])}
+            kept = factors if len(shape) > 1 else {"variance": shape}
+            sizes = {key: (torch.Size(size), parameter.dtype) for key, size in kept.items()}
+            return {"step": (scalar, torch.float32), **sizes}
+        if self._traits.library == IN_TORCH:
+            return {"momentum_buffer": moment} if self._optimizer.defaults["momentum"] else {}
         layout = {"step": (scalar, torch.int64)}
-        for number in ("1", "2"):
+        for number in map(str, range(1, 1 + self._traits.moments)):
             if not self._kind.endswith("8bit") or parameter.numel() < _SMALLEST_IN_8_BITS:
                 layout[f"state{number}"] = (shape, torch.float32)
             else:

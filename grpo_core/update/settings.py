@@ -12,6 +12,7 @@ from grpo_core.errors import InputError
 from grpo_core.losses.settings import LossSettings
 from grpo_core.rollouts.streams import Stream
 from grpo_core.settings import check_fields
+from grpo_core.update.optimizer_kinds import OPTIMIZERS, OptimizerKind, OptimizerValue
 
 PARITY_SHARE = "sampling/sampling_logp_difference/share_of_tolerance"
 """Metric of the parity gate: the larger of its differences over what it allows."""
@@ -159,7 +160,6 @@ def microbatches(lengths: Sequence[int], size: int, shared: Sequence[Hashable] |
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
-OptimizerKind = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 Schedule = Literal[
     "constant",
     "constant_with_warmup",
@@ -183,18 +183,22 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101).
+    """AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101), or another optimizer.
 
     Attributes:
         learning_rate: after warm-up.
         betas: decay of the first and second moments.
         eps: added to the root of the second moment.
-        weight_decay: decoupled; norms and biases have none, as in transformers' Trainer.
+        weight_decay: decoupled but for sgd; norms and biases have none, as in transformers' Trainer.
         lr_scheduler: name of a transformers schedule.
         warmup_steps: optimizer steps from zero to the learning rate.
         optimizer: `adamw_8bit` keeps the moments in 8 bits (Dettmers et al., 2022, arXiv:2110.02861), of parameters
             with fewer than 4096 elements in fp32; `paged_adamw` (in fp32) and `paged_adamw_8bit` in memory that CUDA
-            moves to the host when the GPU's runs out.
+            moves to the host when the GPU's runs out. `lion` (Chen et al., 2023, arXiv:2302.06675) and `lion_8bit` keep
+            one moment, `sgd` one unless its momentum is 0, `adafactor` (Shazeer and Stern, 2018, arXiv:1804.04235) rows
+            and columns. `muon` (Liu et al., 2025, arXiv:2502.16982) takes matrices only, so adapters.
+        optimizer_kwargs: further arguments of the optimizer's class: momentum (0.9), dampening and nesterov of sgd;
+            beta2_decay and d of adafactor; momentum, nesterov, ns_steps and adjust_lr_fn (match_rms_adamw) of muon.
         total_steps: length of the schedule in optimizer steps, warm-up included, where it has one.
         lr_scheduler_kwargs: further arguments of the schedule's function in transformers.
         offload_optimizer: keep the moments of adamw in CPU memory; a step brings those of one parameter at a time to
@@ -208,13 +212,32 @@ class OptimizerSettings:
     lr_scheduler: Schedule = "constant"
     warmup_steps: NonNegativeInt = 0
     optimizer: OptimizerKind = "adamw"
+    optimizer_kwargs: Mapping[str, OptimizerValue] = field(default_factory=dict)
     total_steps: PositiveInt | None = None
     lr_scheduler_kwargs: Mapping[str, ScheduleValue] = field(default_factory=dict)
     offload_optimizer: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "update")
+        for name, value, hint in self.foreign_to_the_optimizer():
+            raise InputError(f"update.{name}", value, hint)
         self.schedule()
+
+    def foreign_to_the_optimizer(self) -> Iterator[tuple[str, object, str]]:
+        """Yield each setting that the optimizer does not have, or cannot take: its name, its value and a hint."""
+        traits = OPTIMIZERS[self.optimizer]
+        given = dict(self.optimizer_kwargs)
+        found = [*traits.unfit(self.optimizer, {"betas": self.betas, "eps": self.eps}, given)]
+        yield from found
+        if found or not given:
+            return
+        # Importing it takes a second, and most configurations have no such arguments.
+        import torch
+
+        try:
+            traits.make([torch.zeros(1, 1)], self.learning_rate, given)
+        except (TypeError, ValueError) as error:
+            yield "optimizer_kwargs", given, f"{traits.name} cannot be made with these values ({error})."
 
     def schedule(self) -> "LearningRateSchedule":
         """The learning rate of each step."""

@@ -96,7 +96,7 @@ def _refuse_unusable_sharding(processes: int, updates: Mapping[Stream, AnyUpdate
     for stream, update in updates.items():
         section = f"update.{stream}" if len(updates) > 1 else "update"
         if update.optimizer != "adamw":
-            hint = "8-bit and paged moments cannot be sharded; use adamw, or set placement.sharding to ddp."
+            hint = "Only the moments of adamw are sharded; use it, or set placement.sharding to ddp."
             raise InputError(f"{section}.optimizer", update.optimizer, hint)
         if stream in UNEQUAL_PASSES and update.micro_batch_size > 1:
             hint = "Processes with sharded weights make equally many passes; set it to 1, or placement.sharding to ddp."

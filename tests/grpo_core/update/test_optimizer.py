@@ -1,4 +1,4 @@
-"""AdamW and its groups against torch and transformers' Trainer, and state that goes on to the bit for every kind."""
+"""Optimizers and their groups against torch and transformers' Trainer; state goes on to the bit for every kind."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -19,7 +19,8 @@ from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.update.optimizer import PolicyOptimizer, refuse_unavailable
-from grpo_core.update.settings import OptimizerKind, OptimizerSettings
+from grpo_core.update.optimizer_kinds import OptimizerKind
+from grpo_core.update.settings import OptimizerSettings
 from tests.grpo_core.policies.causal_lm.model_types import make_model
 from tests.grpo_core.policies.trained.tiny_models import tiny_opt, values_of
 from tests.grpo_core.policies.vision_lm import tiny_families
@@ -87,6 +88,85 @@ def test_8_bit_steps_are_close_to_exact_ones_and_no_more() -> None:
     difference = (rounded["embedding"] - exact["embedding"]).abs()
     moved = (exact["embedding"] - parameters()["embedding"]).abs()
     assert 1e-5 < difference.mean() < 0.1 * moved.mean()
+
+
+MATRICES = {"a": (3, 4), "wide": (4, 67), "table": (67, 64)}
+PLAIN = OptimizerSettings(1e-2, weight_decay=0.1)
+OTHERS: Mapping[str, tuple[OptimizerSettings, Callable[..., torch.optim.Optimizer] | None]] = {
+    "sgd": (
+        replace(PLAIN, optimizer="sgd", optimizer_kwargs={"momentum": 0.8, "nesterov": True}),
+        lambda given: torch.optim.SGD(given, lr=1e-2, weight_decay=0.1, momentum=0.8, nesterov=True),
+    ),
+    "sgd, plain": (
+        replace(PLAIN, optimizer="sgd", optimizer_kwargs={"momentum": 0.0}),
+        lambda given: torch.optim.SGD(given, lr=1e-2, weight_decay=0.1),
+    ),
+    "adafactor": (
+        replace(PLAIN, optimizer="adafactor", optimizer_kwargs={"d": 2.0}),
+        lambda given: torch.optim.Adafactor(given, lr=1e-2, weight_decay=0.1, d=2.0),
+    ),
+    "muon": (
+        replace(PLAIN, optimizer="muon"),
+        lambda given: torch.optim.Muon(given, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    ),
+    # bitsandbytes' own steps: below, by hand.
+    "lion": (replace(PLAIN, optimizer="lion"), None),
+    "lion_8bit": (replace(PLAIN, optimizer="lion_8bit"), None),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_optimizer_steps_as_its_class_and_goes_on_from_its_state(kind: str, tmp_path: Path) -> None:
+    settings, oracle = OTHERS[kind]
+    shapes = MATRICES if kind == "muon" else SHAPES
+    unbroken, continued = resumed(settings, 3, 6, tmp_path / "state.safetensors", **shapes)
+    assert all(torch.equal(continued[name], value) for name, value in unbroken.items())
+    if oracle is not None:
+        plain = parameters(shapes=shapes)
+        optimizer = oracle(plain.values())
+        for step in range(6):
+            give_gradients(plain, step)
+            optimizer.step()
+        assert all(torch.equal(unbroken[name], value) for name, value in plain.items())
+
+
+def test_lion_moves_by_the_sign_of_a_mean_of_gradient_and_momentum() -> None:
+    """c = b1 m + (1 - b1) g; p -= lr (sign c + decay p); m = b2 m + (1 - b2) g (Chen et al., algorithm 2)."""
+    settings = replace(PLAIN, optimizer="lion", betas=(0.8, 0.95))
+    by_hand = parameters()
+    momentum = {name: torch.zeros_like(value) for name, value in by_hand.items()}
+    for step in range(4):
+        give_gradients(by_hand, step)
+        for name, value in by_hand.items():
+            assert value.grad is not None
+            towards = (0.8 * momentum[name] + 0.2 * value.grad).sign()
+            value.data -= 1e-2 * (towards + 0.1 * value.data)
+            momentum[name] = 0.95 * momentum[name] + 0.05 * value.grad
+    ours = run(PolicyOptimizer(parameters(), settings), range(4))
+    for name, value in by_hand.items():
+        torch.testing.assert_close(ours[name], value.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "place"),
+    [
+        ({"optimizer": "sgd", "betas": (0.9, 0.99)}, "update.betas"),
+        ({"optimizer": "lion", "eps": 1e-6}, "update.eps"),
+        ({"optimizer": "sgd", "optimizer_kwargs": {"betas": 0.9}}, "update.optimizer_kwargs.betas"),
+        ({"optimizer_kwargs": {"momentum": 0.9}}, "update.optimizer_kwargs.momentum"),
+        ({"optimizer": "sgd", "optimizer_kwargs": {"momentum": -1.0}}, "update.optimizer_kwargs"),
+        ({"optimizer": "muon", "optimizer_kwargs": {"adjust_lr_fn": "adam"}}, "update.optimizer_kwargs"),
+    ],
+)
+def test_settings_that_an_optimizer_does_not_have(changed: dict[str, Any], place: str) -> None:
+    with pytest.raises(InputError) as caught:
+        replace(PLAIN, **changed)
+    assert caught.value.place == place
+
+
+def test_muon_refuses_what_is_no_matrix() -> None:
+    with pytest.raises(InputError, match="bias is \\[5\\]"):
+        PolicyOptimizer(parameters(), OTHERS["muon"][0])
 
 
 @pytest.mark.parametrize("stop", [1, 6])
