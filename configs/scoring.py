@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt
 
@@ -62,6 +62,12 @@ class RewardSection(Section, RewardTerm):
     def label(self) -> str:
         """The name in tables and plots."""
         return reward_label({"name": self.name, "reward": self.reward, "settings": self.settings})
+
+    def with_device(self, device: str) -> Self:
+        """Return the section with this device in the place of `auto`."""
+        if self.settings.get("device") != "auto":
+            return self
+        return self.model_copy(update={"settings": {**self.settings, "device": device}})
 
     def scores(self, dataset: str) -> bool:
         """Return whether the reward scores the dataset."""

@@ -99,6 +99,8 @@ def score_rewards(
 ) -> Mapping[str, ArtifactRef]:
     """Score rollouts with every reward: stage 2. Returns one table per reward, by its label, in a place of the plan."""
     folder, config = f"{plan.folder}/{place}", run.config
+    if config.placement.rewards.pool is None:
+        rewards = [each if each.pool else each.with_device(run.model.reward_device) for each in rewards]
     return score_concurrently(rollouts, rewards, folder, plan.title, config.placement, folders=config.target_folders)
 
 

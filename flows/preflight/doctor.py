@@ -20,6 +20,7 @@ from flows.preflight.machine import (
     largest_phase,
     memory_table,
     offloads,
+    rewards_beside,
 )
 from flows.preflight.model import estimate_model, refuse_prompt_texts, source_of, try_loaded
 from flows.preflight.prompts import PromptFiles, read_prompt_files
@@ -113,7 +114,7 @@ def examine(
                 Finding("weights", missing is None, model, missing or ""),
                 compare_memory(config, memory, moved),
             ]
-            notes["memory"] = (largest_phase(memory),)
+            notes["memory"] = (largest_phase(memory), *rewards_beside(config, memory))
             if sizes:
                 findings.append(describe_sizes(sizes, estimate.tokens))
             findings += refused

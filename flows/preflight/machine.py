@@ -11,7 +11,7 @@ import torch
 
 from configs.rollouts import ImageRolloutSection
 from configs.schema import RunConfig
-from flows.preflight.model import refuse_offload_without_room
+from flows.preflight.model import refuse_offload_without_room, reward_device, reward_model_bytes
 from flows.preflight.prompts import PromptFiles
 from grpo_core.errors import InputError
 from grpo_core.policies.estimate import ERROR_MARGIN, GIB, PHASES, MemoryEstimate
@@ -47,6 +47,14 @@ def offloads(config: RunConfig, memory: MemoryEstimate) -> bool:
     if config.policy.offload != "auto" or not torch.cuda.is_available() or "cpu" in config.placement.devices:
         return config.policy.offload == "components"
     return memory.needed > torch.cuda.mem_get_info()[1]
+
+
+def rewards_beside(config: RunConfig, memory: MemoryEstimate) -> list[str]:
+    """Say where reward models of device auto run, and what they take of a GPU that has this policy."""
+    if not (taken := reward_model_bytes(config, ["auto"])):
+        return []
+    place = "beside it" if reward_device(config, memory.needed) == "auto" else "on the CPU, for want of room"
+    return [f"reward models of device auto: {taken / GIB:.2g} GiB more, {place}"]
 
 
 def compare_memory(config: RunConfig, memory: MemoryEstimate, moved: MemoryEstimate) -> Finding:

@@ -2,8 +2,9 @@
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -170,30 +171,49 @@ def estimate_model(
     )
 
 
-def reward_model_bytes(config: RunConfig) -> int:
-    """Return what the networks of the rewards take of the policy's GPU, in fp32; those that are not here are 0."""
-    found: dict[str, int] = {}
+def reward_model_bytes(config: RunConfig, devices: Collection[str] = ("cuda", "cuda:0")) -> int:
+    """Return what the networks of rewards with these devices take of the policy's GPU; those not here are 0."""
+    found: dict[tuple[str, str], int] = {}
     for section in (*config.rewards, *config.guardrails.rewards):
         reward = build_reward(section.reward, section.settings)
         apart = "cpu" in config.placement.devices or section.pool or config.placement.rewards.pool
         # A process has its policy on the first GPU that it sees.
-        if isinstance(reward, ModelReward) and reward.device in ("cuda", "cuda:0") and not apart:
+        if isinstance(reward, ModelReward) and reward.device in devices and not apart:
             for weights in reward.weight_sources().values():
                 for file, values in weights.values().items():
-                    # A process loads a file once for all rewards.
-                    found[file] = max(found.get(file, 0), values * max(1, section.processes))
-    return BYTES["float32"] * sum(found.values())
+                    # A process loads a file once for all rewards of one precision.
+                    taken = BYTES[reward.dtype] * values * max(1, section.processes)
+                    found[file, reward.dtype] = max(found.get((file, reward.dtype), 0), taken)
+    return sum(found.values())
+
+
+def reward_device(config: RunConfig, needed: int) -> Literal["auto", "cpu"]:
+    """Return where rewards of device auto run beside a policy that needs so many bytes: auto is its GPU."""
+    if "cpu" in config.placement.devices:
+        return "cpu"
+    wanted = reward_model_bytes(config, ["auto"])
+    if not wanted or not torch.cuda.is_available():
+        return "auto"
+    return "auto" if needed + wanted <= torch.cuda.mem_get_info()[1] else "cpu"
 
 
 def with_memory(config: RunConfig, spec: ModelSpec) -> ModelSpec:
-    """Add the memory without offloading, by which a process decides about it; refuse to offload without room."""
-    if config.policy.offload == "none":
-        return spec
+    """Add the memory without offloading, by which a process decides about it; refuse to offload without room.
+
+    With it comes where rewards of device auto run.
+    """
+    wanted = reward_model_bytes(config, ["auto"])
+    if config.policy.offload == "none" and not wanted:
+        return spec.model_copy(update={"reward_device": reward_device(config, 0)})
     store = open_store(config.storage, config.run.name) if spec.adapter else None
     with training_choices(config.policy, store, spec.adapter, references=config.references) as choices:
         kept, moved = (estimate_model(config, choices, offload=each).memory for each in (False, True))
     refuse_offload_without_room(config, moved)
-    return spec.model_copy(update={"memory": kept.needed})
+    estimated = spec.model_copy(update={"memory": kept.needed})
+    offloads = estimated.offloads(torch_device(config.placement))
+    beside = reward_device(config, moved.needed if offloads else kept.needed)
+    together = kept.needed + (wanted if beside == "auto" else 0)
+    return spec.model_copy(update={"memory": together, "reward_device": beside})
 
 
 def try_loaded(config: RunConfig) -> str:

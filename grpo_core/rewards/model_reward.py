@@ -2,16 +2,18 @@
 
 import abc
 import functools
+import itertools
 import json
 import math
 import pickle
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass as plain_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 import safetensors.torch
 import torch
@@ -121,12 +123,13 @@ def load_tokenizer(weights: Weights) -> Any:
         raise weights.error(f"Its tokenizer cannot be loaded ({first_line(error)}). Set a complete model.") from error
 
 
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:[0-9]+)?)$"), Uses.NOTHING]
+Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$"), Uses.NOTHING]
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-fA-F]{8,64}$"), Uses.NOTHING]
 """A sha256 in hexadecimal, complete or at least its first 8 digits."""
 
 _Model = TypeVar("_Model")
+_Row = TypeVar("_Row")
 _P = ParamSpec("_P")
 _ON_CUDA = threading.Lock()
 _MAX_LOADED = 4
@@ -137,15 +140,40 @@ class ModelReward(Reward):
     """A reward computed by a network with weight files.
 
     Attributes:
-        device: where to compute: ``cpu``, ``cuda`` or ``cuda:N``.
+        device: where to compute: ``cpu``, ``cuda`` or ``cuda:N``; ``auto``: the GPU of this process, or the CPU where
+            there is none. A run takes ``auto`` for the policy's GPU if the estimate finds room beside the policy.
+        batch_size: samples in a pass of the network. Above 1 the last digits of a score depend on the samples beside
+            it, and the size is part of its provenance.
+        dtype: of weights and passes. bfloat16 keeps two to three digits, and is part of the provenance.
     """
 
     device: Device = "cpu"
+    batch_size: Annotated[int, Field(ge=1, le=4096)] = 1
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
     free_settings: ClassVar[frozenset[str]] = frozenset({"device", "weights", "weights_sha256"})
 
     def __post_init__(self) -> None:
         self.weight_sources()
+
+    @property
+    def runs_on(self) -> "Placed":
+        """Where the network is, and in which precision."""
+        device = self.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        return Placed("cuda:0" if device == "cuda" else device, getattr(torch, self.dtype))
+
+    @property
+    def batching(self) -> Mapping[str, object]:
+        """The settings of its passes that change scores: those that are not the usual ones."""
+        usual = {"batch_size": 1, "dtype": "float32"}
+        return {name: value for name in usual if (value := getattr(self, name)) != usual[name]}
+
+    def settings(self) -> Mapping[str, object]:
+        """Return what determines the scores."""
+        own = {name: value for name, value in super().settings().items() if name not in ("batch_size", "dtype")}
+        return {**own, **self.batching}
 
     @abc.abstractmethod
     def weight_sources(self) -> Mapping[str, Weights]:
@@ -163,6 +191,21 @@ class ModelReward(Reward):
             hint = f"PyTorch sees {seen} CUDA device(s); set cpu."
             problems += [] if index < seen else [InputError(f"rewards.{self.name}.device", self.device, hint)]
         return [str(problem) for problem in problems if problem is not None]
+
+
+@plain_dataclass(frozen=True)
+class Placed:
+    """A device and the precision of a network there."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+def batched(rows: Iterable[_Row], size: int) -> Iterator[list[_Row]]:
+    """Cut rows into lists of `size`, the last with what is left."""
+    remaining = iter(rows)
+    while batch := list(itertools.islice(remaining, size)):
+        yield batch
 
 
 @contextmanager

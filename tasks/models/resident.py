@@ -4,7 +4,7 @@ import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -45,6 +45,8 @@ class ModelSpec(BaseModel):
     # Checkpoint of the run that training starts from; None without one, for a folder and a hub name.
     adapter: ArtifactRef | None = None
     memory: int | None = None  # bytes that a GPU needs by the estimate if nothing is offloaded; None: not estimated
+    # Of rewards with device auto; cpu: the policy is on the CPU, or its GPU has no room for them.
+    reward_device: Literal["auto", "cpu"] = "auto"
 
     def offloads(self, device: torch.device) -> bool:
         """Return whether components that are not in use are kept off this device."""

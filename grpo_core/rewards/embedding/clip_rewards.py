@@ -12,7 +12,7 @@ Logos and AVA on embeddings of length 1 of OpenAI's ViT-L/14.
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 from grpo_core.rewards.embedding.clip import ClipArchitecture, ClipReward, LongPrompts, check_prompts
 from grpo_core.rewards.model_reward import (
+    Placed,
     Sha256,
+    batched,
     exact_inference,
     find_tensor,
     load_once,
@@ -47,18 +49,18 @@ _BESIDE_THE_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
 
 
 class ClipModel:
-    """A network on one device, which threads may share; each image is computed once, and alone.
+    """A network on one device, which threads may share; each image is computed once.
 
-    A matrix product's last bits depend on the batch that it runs in, and a score must not.
+    A matrix product's last bits depend on the batch that it runs in, so an embedding is that of its batch size.
     """
 
-    def __init__(self, architecture: ClipArchitecture, network: Any, device: str) -> None:
+    def __init__(self, architecture: ClipArchitecture, network: Any, placed: Placed) -> None:
         import open_clip
         from open_clip.transform import PreprocessCfg, image_transform_v2
 
         preparation = {"size": network.visual.image_size, **architecture.preparation}
         self.architecture = architecture
-        self._network, self._device = network.to(device), device
+        self._network, self._placed = network.to(placed.device, placed.dtype), placed
         self._prepare: Callable[[Image.Image], Tensor] = image_transform_v2(
             PreprocessCfg(**preparation), is_train=False
         )
@@ -67,54 +69,67 @@ class ClipModel:
         self._lock = threading.Lock()
         self._embeddings: OrderedDict[str, Tensor] = OrderedDict()
 
-    def image_embedding(self, image: Image.Image) -> Float32[Tensor, " width"]:
-        """Return the RGB image's embedding on the CPU, of length 1; NaN where the network's has no direction."""
-        if image.mode != "RGB":
-            raise ValueError(f"expected an RGB image, got mode {image.mode}")
-        digest = hashlib.sha256(image.tobytes()).hexdigest()
+    def image_embeddings(self, images: Sequence[Image.Image], batch_size: int = 1) -> list[Tensor]:
+        """Return each RGB image's embedding [width] on the CPU, of length 1; NaN where the network's has no direction.
 
-        def compute() -> Tensor:
-            pixels = self._prepare(image).unsqueeze(0).to(self._device)
-            embedding: Tensor = self._network.encode_image(pixels)
-            return embedding
+        Images of any size: each is resized and cut to the network's.
+        """
+        for image in images:
+            if image.mode != "RGB":
+                raise ValueError(f"expected an RGB image, got mode {image.mode}")
+        digests = [hashlib.sha256(image.tobytes()).hexdigest() for image in images]
+        keys = [f"image {each.width}x{each.height} {digest}" for each, digest in zip(images, digests, strict=True)]
 
-        return self._embed(f"image {image.width}x{image.height} {digest}", compute)
+        def compute(rows: Sequence[int]) -> Tensor:
+            pixels = torch.stack([self._prepare(images[row]) for row in rows])
+            embeddings: Tensor = self._network.encode_image(pixels.to(self._placed.device, self._placed.dtype))
+            return embeddings
 
-    def text_embedding(self, text: str) -> Float32[Tensor, " width"]:
-        """Return the text's embedding on the CPU, of length 1, or NaN; only the first tokens of a long text count."""
+        return self._embed(keys, compute, batch_size)
 
-        def compute() -> Tensor:
-            tokens = self._tokenizer([text]).to(self._device)
-            embedding: Tensor = self._network.encode_text(tokens)
-            return embedding
+    def text_embeddings(self, texts: Sequence[str], batch_size: int = 1) -> list[Tensor]:
+        """Return each text's embedding [width] on the CPU, of length 1, or NaN; of a long text its first tokens count.
 
-        return self._embed(f"text {hashlib.sha256(text.encode()).hexdigest()}", compute)
+        Every text fills the network's context, so that none is padded for its batch.
+        """
+        keys = [f"text {hashlib.sha256(text.encode()).hexdigest()}" for text in texts]
+
+        def compute(rows: Sequence[int]) -> Tensor:
+            tokens = self._tokenizer([texts[row] for row in rows]).to(self._placed.device)
+            embeddings: Tensor = self._network.encode_text(tokens)
+            return embeddings
+
+        return self._embed(keys, compute, batch_size)
 
     def count_tokens(self, text: str) -> int:
         """Count the tokens of the text, including the start and end marks."""
         return len(self._tokenizer.encode(text)) + 2
 
-    def _embed(self, key: str, compute: Callable[[], Tensor]) -> Tensor:
+    def _embed(self, keys: Sequence[str], compute: Callable[[Sequence[int]], Tensor], batch_size: int) -> list[Tensor]:
+        keys = [f"{key} in batches of {batch_size}" for key in keys]
         # Locked while computing, so that another thread waits for the same image.
         with self._lock:
-            if key not in self._embeddings:
-                with exact_inference(self._device):
-                    embedding = compute().float().flatten().cpu()
-                    self._embeddings[key] = embedding / embedding.norm()
-                if len(self._embeddings) > CACHED_EMBEDDINGS:
-                    self._embeddings.popitem(last=False)
-            self._embeddings.move_to_end(key)
-            return self._embeddings[key]
+            found = {key: self._embeddings[key] for key in keys if key in self._embeddings}
+            missing = {key: row for row, key in reversed([*enumerate(keys)]) if key not in found}
+            for rows in batched(sorted(missing.values()), batch_size):
+                with exact_inference(self._placed.device):
+                    for row, embedding in zip(rows, compute(rows).float().cpu(), strict=True):
+                        found[keys[row]] = embedding / embedding.norm()
+            for key in keys:
+                self._embeddings[key] = found[key]
+                self._embeddings.move_to_end(key)
+            while len(self._embeddings) > CACHED_EMBEDDINGS:
+                self._embeddings.popitem(last=False)
+        return [found[key] for key in keys]
 
 
 def load_clip(reward: ClipReward) -> ClipModel:
-    """Load a reward's model, frozen, in fp32, once for each network, digest and device; or InputError."""
-    device = "cuda:0" if reward.device == "cuda" else reward.device
-    return _load_clip(reward.clip_weights(), reward.architecture(), device)
+    """Load a reward's model, frozen, once for each network, digest, device and precision; or InputError."""
+    return _load_clip(reward.clip_weights(), reward.architecture(), reward.runs_on)
 
 
 @load_once
-def _load_clip(weights: Weights, architecture: ClipArchitecture, device: str) -> ClipModel:
+def _load_clip(weights: Weights, architecture: ClipArchitecture, placed: Placed) -> ClipModel:
     network = build_network(architecture)
     tensors = {
         name.removeprefix("module."): tensor
@@ -122,7 +137,7 @@ def _load_clip(weights: Weights, architecture: ClipArchitecture, device: str) ->
         if name not in _BESIDE_THE_WEIGHTS
     }
     load_weights(weights, network, tensors, f"open_clip's {architecture.name}")
-    return ClipModel(architecture, network, device)
+    return ClipModel(architecture, network, placed)
 
 
 def build_network(architecture: ClipArchitecture) -> nn.Module:
@@ -166,23 +181,27 @@ class ClipScoreReward(ClipReward, ComparingReward):
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the weights."""
         model = load_clip(self)
-        scores = []
-        for image, reference in zip(batch.rgb_images(self.name), self._references(model, batch), strict=True):
-            if reference is None:
-                scores.append(NOT_APPLICABLE)
-                continue
+        images, references = list(batch.rgb_images(self.name)), self._references(model, batch)
+        embeddings = model.image_embeddings([images[row] for row in references], self.batch_size)
+        scores = [NOT_APPLICABLE] * len(batch)
+        for (row, reference), embedding in zip(references.items(), embeddings, strict=True):
             with exact_inference("cpu"):
-                cosine = (model.image_embedding(image) @ reference).item()
-            scores.append(Score.of(clamp_unit(self.scale * cosine), cosine, NO_DIRECTION))
+                cosine = (embedding @ reference).item()
+            scores[row] = Score.of(clamp_unit(self.scale * cosine), cosine, NO_DIRECTION)
         return scores
 
-    def _references(self, model: ClipModel, batch: ScoringBatch) -> Iterator[Tensor | None]:
+    def _references(self, model: ClipModel, batch: ScoringBatch) -> Mapping[int, Tensor]:
+        """Return the embeddings of what the samples are compared with, by row; of those that have it."""
         if self.against == "prompt":
             check_prompts(self.name, batch, model.count_tokens, model.architecture.context_length, self.long_prompts)
-            yield from map(model.text_embedding, batch.prompts)
-            return
-        for sample_id, image in zip(batch.sample_ids, self.reference_images(batch), strict=True):
-            yield None if image is None else model.image_embedding(to_rgb(image, self.reference_place(sample_id)))
+            return dict(enumerate(model.text_embeddings(batch.prompts, self.batch_size)))
+        compared = zip(batch.sample_ids, self.reference_images(batch), strict=True)
+        images = {
+            row: to_rgb(image, self.reference_place(sample_id))
+            for row, (sample_id, image) in enumerate(compared)
+            if image is not None
+        }
+        return dict(zip(images, model.image_embeddings([*images.values()], self.batch_size), strict=True))
 
 
 FULL_SCALE = 10.0
@@ -235,7 +254,8 @@ class AestheticReward(ClipReward):
         """Score each sample; the first call of a process loads the weights."""
         head = load_head(self._head(), self.architecture().width)
         model = load_clip(self)
-        ratings = [aesthetic_rating(head, model.image_embedding(image)) for image in batch.rgb_images(self.name)]
+        embeddings = model.image_embeddings(list(batch.rgb_images(self.name)), self.batch_size)
+        ratings = [aesthetic_rating(head, embedding) for embedding in embeddings]
         return [Score.of(clamp_unit(rating / FULL_SCALE), rating, NO_DIRECTION) for rating in ratings]
 
     def _head(self) -> Weights:

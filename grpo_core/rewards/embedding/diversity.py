@@ -11,6 +11,7 @@ from dataclasses import dataclass as plain_dataclass
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
+import torch
 from PIL import Image
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
@@ -18,10 +19,18 @@ from torch import Tensor, nn
 from grpo_core.errors import InputError
 from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_rewards import ClipModel, load_clip
-from grpo_core.rewards.model_reward import exact_inference
+from grpo_core.rewards.model_reward import batched, exact_inference
 from grpo_core.rewards.reward import STRICT, Needs
 from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch, clamp_unit
-from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, Trunk, heads_file, load_network
+from grpo_core.rewards.similarity.lpips import (
+    MIN_SIDES,
+    TRUNKS,
+    Trunk,
+    features_apart,
+    features_of,
+    heads_file,
+    load_network,
+)
 from grpo_core.rewards.similarity.tensors import to_tensor
 from grpo_core.rewards.weights import Weights
 from grpo_core.rollouts.images import fit_to
@@ -35,12 +44,12 @@ _T = TypeVar("_T")
 class Distance(Generic[_T]):
     """A symmetric distance in two steps, `between` prepared images, so that a network sees each once."""
 
-    prepare: Callable[[Image.Image], _T]
+    prepare: Callable[[Sequence[Image.Image]], Sequence[_T]]
     between: Callable[[_T, _T], float]
 
     def means(self, images: Sequence[Image.Image]) -> list[float]:
         """Average each image's distance to the others (two or more of one size); NaN where one is not finite."""
-        prepared = [self.prepare(image) for image in images]
+        prepared = self.prepare(images)
         rows: list[list[float]] = [[] for _ in images]
         for later in range(len(prepared)):
             for earlier in range(later):
@@ -73,6 +82,9 @@ class DiversityReward(ClipReward):
         if self.measure == "pixels" and self.weights is not None:
             hint = "The measure pixels needs no weights: set measure to lpips or clip, or leave them out."
             raise InputError(f"{_PLACE}.weights", self.weights, hint)
+        for name, given in self.batching.items() if self.measure == "pixels" else ():
+            hint = "The measure pixels has no network: set measure to lpips or clip, or leave it out."
+            raise InputError(f"{_PLACE}.{name}", given, hint)
 
     @property
     def version(self) -> str:
@@ -87,7 +99,8 @@ class DiversityReward(ClipReward):
     def settings(self) -> Mapping[str, object]:
         """Return the measure and its network."""
         network: Mapping[str, object] = self.network_settings() if self.measure == "clip" else {}
-        return {"measure": self.measure, **network, **({"net": self.net} if self.measure == "lpips" else {})}
+        named = {"net": self.net} if self.measure == "lpips" else {}
+        return {"measure": self.measure, **network, **named, **self.batching}
 
     def weight_sources(self) -> Mapping[str, Weights]:
         """Return those of the measure's network."""
@@ -130,8 +143,9 @@ class DiversityReward(ClipReward):
         if self.measure == "pixels":
             return pixel_distance()
         if self.measure == "clip":
-            return clip_distance(load_clip(self))
-        return lpips_distance(load_network(self.weight_sources()["trunk"], self.net, self.device), self.device)
+            return clip_distance(load_clip(self), self.batch_size)
+        network = load_network(self.weight_sources()["trunk"], self.net, self.runs_on)
+        return lpips_distance(network, self.runs_on.device, self.batch_size)
 
 
 def pixel_distance() -> Distance[np.ndarray]:
@@ -141,32 +155,33 @@ def pixel_distance() -> Distance[np.ndarray]:
         total = int(np.square(first - second).sum(dtype=np.int64))
         return math.sqrt(total / first.size) / 255.0
 
-    return Distance(lambda image: np.asarray(image).astype(np.int32), between)
+    return Distance(lambda images: [np.asarray(image).astype(np.int32) for image in images], between)
 
 
-def lpips_distance(network: nn.Module, device: str) -> Distance[list[Tensor]]:
+def lpips_distance(network: nn.Module, device: str, batch_size: int = 1) -> Distance[list[Tensor]]:
     """Compute LPIPS, bitwise as ``perceptual_distance`` of the pair; 11 MB for an image of 512x512 pixels with alex."""
-    import lpips
 
-    def prepare(image: Image.Image) -> list[Tensor]:
-        with exact_inference(device):
-            scaled = network.scaling_layer(2.0 * to_tensor(image).to(device) - 1.0)  # type: ignore[operator]
-            return [lpips.normalize_tensor(features) for features in network.net(scaled)]  # type: ignore[operator]
+    def prepare(images: Sequence[Image.Image]) -> list[list[Tensor]]:
+        prepared: list[list[Tensor]] = []
+        for together in batched(images, batch_size):
+            with exact_inference(device):
+                pixels = torch.cat([to_tensor(image) for image in together]).to(device)
+                layers = [features.split(1) for features in features_of(network, pixels)]
+            prepared += [list(own) for own in zip(*layers, strict=True)]
+        return prepared
 
     def between(first: list[Tensor], second: list[Tensor]) -> float:
         with exact_inference(device):
-            layers = zip(network.lins, first, second, strict=True)  # type: ignore[arg-type]
-            distance: float = sum(lpips.spatial_average(head((a - b) ** 2)) for head, a, b in layers).item()
-            return distance
+            return features_apart(network, first, second).item()
 
     return Distance(prepare, between)
 
 
-def clip_distance(model: ClipModel) -> Distance[Tensor]:
+def clip_distance(model: ClipModel, batch_size: int = 1) -> Distance[Tensor]:
     """Compute 1 - the cosine of the CLIP embeddings, in [0, 2]."""
 
     def between(first: Tensor, second: Tensor) -> float:
         # For vectors of length 1 this is 1 - their cosine, and neither below 0 nor above it for the same image.
         return (first - second).square().sum().item() / 2.0
 
-    return Distance(lambda image: model.image_embedding(image).double(), between)
+    return Distance(lambda images: [each.double() for each in model.image_embeddings(images, batch_size)], between)

@@ -14,7 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from typing import Annotated, ClassVar
 
+import torch
 from jaxtyping import Float32
+from PIL import Image
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
@@ -29,7 +31,9 @@ from grpo_core.rewards.embedding.clip import (
 from grpo_core.rewards.embedding.clip_rewards import build_network
 from grpo_core.rewards.model_reward import (
     ModelReward,
+    Placed,
     Sha256,
+    batched,
     exact_inference,
     load_model,
     load_once,
@@ -59,20 +63,32 @@ HPSV2 = Published(
 
 @plain_dataclass(frozen=True)
 class PreferenceScorer:
-    """A model's measure of one image [1, 3, height, width], in [0, 1] on the CPU, with its prompt: one number.
+    """A model's measure of images with their prompts, a number each.
 
-    It reads `context_length` tokens of a prompt, start and end marks included.
+    Attributes:
+        prepare: an image [1, 3, height, width] in [0, 1], of any size, as the network reads it.
+        images, texts: embeddings [N, width] of prepared images, and of texts; of length 1, in fp32.
+        scale: of their cosine.
+        context_length: tokens that it reads of a prompt, start and end marks included.
     """
 
-    measure: Callable[[Tensor, str], Tensor]
+    prepare: Callable[[Tensor], Tensor]
+    images: Callable[[Tensor], Tensor]
+    texts: Callable[[list[str]], Tensor]
+    scale: Tensor | float
     count_tokens: Callable[[str], int]
     context_length: int
-    device: str
+    placed: Placed
 
-    def score(self, pixels: Float32[Tensor, "1 3 height width"], prompt: str) -> float:
-        """Return the model's measure of one image (in [0, 1]) with its prompt."""
-        with exact_inference(self.device):
-            return self.measure(pixels.to(self.device), prompt).item()
+    def scores(self, images: Sequence[Image.Image], prompts: Sequence[str]) -> list[float]:
+        """Return the measures of RGB images with their prompts, computed in one pass."""
+        texts = list(dict.fromkeys(prompts))
+        with exact_inference(self.placed.device):
+            prepared = [self.prepare(to_tensor(image).to(self.placed.device)) for image in images]
+            seen, read = self.images(torch.cat(prepared).to(self.placed.dtype)), self.texts(texts)
+            cosines = read[[texts.index(prompt) for prompt in prompts]] @ seen.T
+            found: list[float] = (self.scale * cosines).diagonal().tolist()
+        return found
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -91,15 +107,14 @@ class PreferenceReward(ModelReward):
 
     @abc.abstractmethod
     def load(self) -> PreferenceScorer:
-        """Load the model, frozen, in fp32, once per process; InputError for missing or other weights."""
+        """Load the model, frozen, once per process; InputError for missing or other weights."""
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the weights."""
         scorer = self.load()
         check_prompts(self.name, batch, scorer.count_tokens, scorer.context_length, self.long_prompts)
-        # One at a time: a matrix product's last bits depend on the batch that it runs in, and a score must not.
         pairs = zip(batch.rgb_images(self.name), batch.prompts, strict=True)
-        raws = [scorer.score(to_tensor(image), prompt) for image, prompt in pairs]
+        raws = [raw for pass_ in batched(pairs, self.batch_size) for raw in scorer.scores(*zip(*pass_, strict=True))]
         return [Score.of(clamp_unit(raw / self.full_scale), raw) for raw in raws]
 
 
@@ -127,16 +142,21 @@ class PickScoreReward(PreferenceReward):
 
     def load(self) -> PreferenceScorer:
         """Load the model."""
-        return load_pickscore(self.weight_sources()["model"], self.device)
+        return load_pickscore(self.weight_sources()["model"], self.runs_on)
 
 
 @load_once
-def load_pickscore(weights: Weights, device: str) -> PreferenceScorer:
+def load_pickscore(weights: Weights, placed: Placed) -> PreferenceScorer:
     """Build PickScore; InputError for a folder with other content than a CLIPModel and its tokenizer."""
     from torchvision import transforms
     from transformers import CLIPModel
 
-    model, tokenizer = load_model(weights, CLIPModel).to(device), load_tokenizer(weights)
+    model, tokenizer = load_model(weights, CLIPModel), load_tokenizer(weights)
+    # 16 bits would make it 99 for 100.
+    scale: Tensor = model.logit_scale.exp().to(placed.device)  # type: ignore[operator]
+    model = model.to(placed.device, placed.dtype)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     side: int = model.config.vision_config.image_size  # type: ignore[union-attr, assignment]
     length: int = model.config.text_config.max_position_embeddings  # type: ignore[union-attr, assignment]
     prepare = transforms.Compose(
@@ -147,14 +167,24 @@ def load_pickscore(weights: Weights, device: str) -> PreferenceScorer:
         ]
     )
 
-    def measure(pixels: Tensor, prompt: str) -> Tensor:
-        tokens = tokenizer(text=[prompt], truncation=True, max_length=length, return_tensors="pt").to(device)
-        image = model.get_image_features(pixel_values=prepare(pixels)).pooler_output  # type: ignore[operator]
-        text = model.get_text_features(**tokens).pooler_output  # type: ignore[operator]
-        cosine: Tensor = (text / text.norm(dim=-1, keepdim=True)) @ (image / image.norm(dim=-1, keepdim=True)).T
-        return model.logit_scale.exp() * cosine  # type: ignore[operator]
+    def unit(embeddings: Tensor) -> Tensor:
+        length: Tensor = embeddings.float().norm(dim=-1, keepdim=True)
+        return embeddings.float() / length
 
-    return PreferenceScorer(measure, lambda prompt: len(tokenizer(prompt).input_ids), length, device)
+    def images(prepared: Tensor) -> Tensor:
+        return unit(model.get_image_features(pixel_values=prepared).pooler_output)  # type: ignore[operator]
+
+    def texts(prompts: list[str]) -> Tensor:
+        tokens = tokenizer(
+            text=prompts, truncation=True, max_length=length, padding=True, padding_side="right", return_tensors="pt"
+        )
+        read: Tensor = model.get_text_features(**tokens.to(placed.device)).pooler_output  # type: ignore[operator]
+        return unit(read)
+
+    def count_tokens(prompt: str) -> int:
+        return len(tokenizer(prompt).input_ids)
+
+    return PreferenceScorer(prepare, images, texts, scale, count_tokens, length, placed)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -197,7 +227,7 @@ class HpsV2Reward(PreferenceReward):
 
     def load(self) -> PreferenceScorer:
         """Load the model."""
-        return load_hpsv2(self.weight_sources()["model"], self._architecture(), self.device)
+        return load_hpsv2(self.weight_sources()["model"], self._architecture(), self.runs_on)
 
     def _architecture(self) -> ClipArchitecture:
         release = None if is_config_file(self.model) else HPSV2_RELEASE
@@ -205,7 +235,7 @@ class HpsV2Reward(PreferenceReward):
 
 
 @load_once
-def load_hpsv2(weights: Weights, architecture: ClipArchitecture, device: str) -> PreferenceScorer:
+def load_hpsv2(weights: Weights, architecture: ClipArchitecture, placed: Placed) -> PreferenceScorer:
     """Build HPSv2 from the CLIP that it was fine-tuned from, or raise InputError.
 
     The weights have open_clip's names, or, as imscore has them, these after ``model.``.
@@ -218,17 +248,27 @@ def load_hpsv2(weights: Weights, architecture: ClipArchitecture, device: str) ->
         name.removeprefix("module.").removeprefix("model."): tensor for name, tensor in load_state_dict(weights).items()
     }
     load_weights(weights, network, tensors, f"HPSv2 on open_clip's {architecture.name}")
-    network.to(device)
+    network.to(placed.device, placed.dtype)
     length, side = architecture.context_length, int(architecture.network["vision_cfg"]["image_size"])
     tokenizer, normalize = open_clip.SimpleTokenizer(context_length=length), transforms.Normalize(mean=MEAN, std=STD)
 
-    def measure(pixels: Tensor, prompt: str) -> Tensor:
-        image = network.encode_image(normalize(fit_square(pixels, side)), normalize=True)  # type: ignore[operator]
-        text = network.encode_text(tokenizer([prompt]).to(device), normalize=True)  # type: ignore[operator]
-        cosine: Tensor = image @ text.T
-        return cosine
+    def prepare(pixels: Tensor) -> Tensor:
+        fitted: Tensor = normalize(fit_square(pixels, side))
+        return fitted
 
-    return PreferenceScorer(measure, lambda prompt: len(tokenizer.encode(prompt)) + 2, length, device)
+    def unit(embeddings: Tensor) -> Tensor:
+        return nn.functional.normalize(embeddings.float(), dim=-1)
+
+    def images(prepared: Tensor) -> Tensor:
+        return unit(network.encode_image(prepared))  # type: ignore[operator]
+
+    def texts(prompts: list[str]) -> Tensor:
+        return unit(network.encode_text(tokenizer(prompts).to(placed.device)))  # type: ignore[operator]
+
+    def count_tokens(prompt: str) -> int:
+        return len(tokenizer.encode(prompt)) + 2
+
+    return PreferenceScorer(prepare, images, texts, 1.0, count_tokens, length, placed)
 
 
 def fit_square(pixels: Float32[Tensor, "1 3 height width"], side: int) -> Float32[Tensor, "1 3 side side"]:

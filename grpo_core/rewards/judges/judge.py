@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
+from grpo_core.rewards.remote.http import Request, ServiceReward, ask_side_by_side
 from grpo_core.rewards.remote.wire import encode_image
 from grpo_core.rewards.reward import STRICT, Needs, Positive, Text
 from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score, ScoringBatch, ScoringError, clamp_unit
@@ -118,7 +118,8 @@ class JudgeReward(ServiceReward):
 
     def check_service(self) -> None:
         """Check that the endpoint lists the model."""
-        listed = self.request("/models")
+        with self.connected() as request:
+            listed = request("/models")
         models = listed.get("data") if isinstance(listed, dict) else None
         names = [str(entry.get("id")) for entry in models or () if isinstance(entry, dict)]
         if self.model not in names:
@@ -131,9 +132,10 @@ class JudgeReward(ServiceReward):
             if column not in batch.columns:
                 hint = f"The prompts have no column {column}; they have {', '.join(batch.columns) or 'none'}."
                 raise InputError("rewards.judge.rubric", f"{{{column}}}", hint)
-        return ask_side_by_side(lambda row: self._judge(batch, row), range(len(batch)), self.concurrency)
+        with self.connected() as request:
+            return ask_side_by_side(lambda row: self._judge(request, batch, row), range(len(batch)), self.concurrency)
 
-    def _judge(self, batch: ScoringBatch, row: int) -> Score:
+    def _judge(self, request: Request, batch: ScoringBatch, row: int) -> Score:
         values = {name: batch.columns[name][row] for name in self._columns()}
         if any(value is None for value in values.values()):
             return NOT_APPLICABLE
@@ -142,7 +144,7 @@ class JudgeReward(ServiceReward):
         messages: list[dict[str, object]] = [{"role": "user", "content": _content(batch, row, question, form)}]
         try:
             for _ in range(_QUESTIONS):
-                answer, cut = self._ask(messages)
+                answer, cut = self._ask(request, messages)
                 score = None if cut else read_score(answer)
                 if score is not None:
                     return Score(clamp_unit((score - self.low) / (self.high - self.low)), score)
@@ -158,8 +160,8 @@ class JudgeReward(ServiceReward):
             return Score.failed(f"the judge's answer was cut off at max_tokens {self.max_tokens}: {said}")
         return Score.failed(f"the judge's answer has no score: {said}")
 
-    def _ask(self, messages: Sequence[Mapping[str, object]]) -> tuple[str, bool]:
-        request = {
+    def _ask(self, request: Request, messages: Sequence[Mapping[str, object]]) -> tuple[str, bool]:
+        asked: dict[str, object] = {
             "model": self.model,
             "messages": messages,
             "temperature": 0.0,
@@ -168,20 +170,20 @@ class JudgeReward(ServiceReward):
         }
         endpoint = self.address, self.model
         if self.json_schema is False or (self.json_schema is None and endpoint in _WITHOUT_SCHEMA):
-            return self._complete(request)
+            return self._complete(request, asked)
         try:
-            return self._complete({**request, "response_format": RESPONSE_FORMAT})
+            return self._complete(request, {**asked, "response_format": RESPONSE_FORMAT})
         except InputError as refusal:
             if self.json_schema or refusal.value not in _UNKNOWN_FIELD:
                 raise
             # What was refused for another reason is refused again.
-            answer = self._complete(request)
+            answer = self._complete(request, asked)
             _LOGGER.warning("rewards.judge: %s; asked without json_schema from now on", refusal)
             _WITHOUT_SCHEMA.add(endpoint)
             return answer
 
-    def _complete(self, request: Mapping[str, object]) -> tuple[str, bool]:
-        answer = self.request("/chat/completions", json.dumps(request).encode())
+    def _complete(self, request: Request, asked: Mapping[str, object]) -> tuple[str, bool]:
+        answer = request("/chat/completions", json.dumps(asked).encode())
         try:
             choice = answer["choices"][0]  # type: ignore[index]
             content, ended = choice["message"]["content"], choice.get("finish_reason")

@@ -15,9 +15,19 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from grpo_core.errors import InputError
-from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, load_model, load_once, load_tokenizer
+from grpo_core.rewards.model_reward import (
+    ModelReward,
+    Placed,
+    Sha256,
+    batched,
+    exact_inference,
+    load_model,
+    load_once,
+    load_tokenizer,
+)
 from grpo_core.rewards.reward import STRICT, Needs
 from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
@@ -27,6 +37,7 @@ from grpo_core.uses import Uses
 _PLACE = "rewards.reward_model.model"
 _PUBLISHED = Published("its authors", note="for example Skywork/Skywork-Reward-V2-Qwen3-0.6B")
 _UNBOUNDED = 10**9
+_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _NEEDS_TEMPLATE = (
     "The prompts are conversations, and the reward model's tokenizer has no chat template. Give another one."
 )
@@ -69,30 +80,57 @@ class RewardModelReward(ModelReward):
 
     def score(self, batch: ScoringBatch) -> Sequence[Score]:
         """Score each sample; the first call of a process loads the model."""
-        scorer = load_scorer(self.weight_sources()["model"], self.device)
-        # One at a time: padding and the batch that a matrix product runs in change its last bits.
-        pairs = zip(batch.prompts, batch.completions, strict=True)
-        logits = [scorer.logit(*pair, self.max_length) for pair in pairs]
+        scorer = load_scorer(self.weight_sources()["model"], self.runs_on)
+        logits = scorer.logits(batch.prompts, batch.completions, self.max_length, self.batch_size)
         return [Score(logit if self.scale == "none" else _sigmoid(logit), logit) for logit in logits]
 
 
 @plain_dataclass(frozen=True)
 class RewardModelScorer:
-    """A reward model, logits [1, 1] for token ids [1, T], and its tokenizer; `positions` None without a bound."""
+    """A reward model, logits [N, 1] for token ids [N, T], and its tokenizer; `positions` None without a bound."""
 
     network: nn.Module
     tokenizer: Any
     positions: int | None
-    device: str
+    placed: Placed
 
-    def logit(self, prompt: str, completion: str, max_length: int | None = None) -> float:
-        """Return the model's output for one prompt and completion."""
-        ids = self.token_ids(prompt, completion)
-        limit = min((n for n in (max_length, self.positions) if n is not None), default=len(ids))
-        with exact_inference(self.device):
-            tokens = torch.tensor([ids[-limit:]], device=self.device)
-            logits = self.network(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
-        return float(logits[0, 0].float())
+    def logits(
+        self, prompts: Sequence[str], completions: Sequence[str], max_length: int | None = None, batch_size: int = 1
+    ) -> list[float]:
+        """Return the model's output for each prompt and completion.
+
+        Texts of about one length share a pass. InputError, for more than one a pass, for a model whose output for a
+        text depends on what it is padded with.
+        """
+        limit = min((n for n in (max_length, self.positions) if n is not None), default=_UNBOUNDED)
+        pairs = zip(prompts, completions, strict=True)
+        rows = [self.token_ids(*pair)[-limit:] for pair in pairs]
+        if batch_size > 1 and self.moved_by_padding:
+            hint = "It has another output for a text beside a longer one than for the text alone. Leave it out."
+            raise InputError("rewards.reward_model.batch_size", batch_size, hint)
+        found: dict[int, float] = {}
+        for together in batched(sorted(range(len(rows)), key=lambda row: len(rows[row])), batch_size):
+            found |= zip(together, self.pass_over([rows[row] for row in together]), strict=True)
+        return [found[row] for row in range(len(rows))]
+
+    def pass_over(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """Return the output for each row of token ids, from one pass."""
+        with exact_inference(self.placed.device):
+            # On the right, where what reads from left to right does not see it and positions are those of the text.
+            padding = self.tokenizer.pad_token_id or 0
+            ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=padding)
+            lengths = torch.tensor([len(row) for row in rows])
+            mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+            given = {"input_ids": ids.to(self.placed.device), "attention_mask": mask.to(self.placed.device)}
+            logits: list[float] = self.network(**given).logits[:, 0].float().tolist()
+        return logits
+
+    @functools.cached_property
+    def moved_by_padding(self) -> bool:
+        """Whether the output for a text beside a longer one is another than alone, beyond rounding."""
+        short, long = (self.token_ids("1 + 1 =", text) for text in ("2", "2, as everybody can see"))
+        (alone,), (beside, _) = self.pass_over([short]), self.pass_over([short, long])
+        return abs(beside - alone) > _ROUNDING[self.placed.dtype] * max(1.0, abs(alone))
 
     def token_ids(self, prompt: str, completion: str) -> list[int]:
         """Tokenize prompt and completion, into at least one token."""
@@ -128,8 +166,8 @@ def _has_template(weights: Weights) -> bool:
 
 
 @load_once
-def load_scorer(weights: Weights, device: str) -> RewardModelScorer:
-    """Load the model in fp32, and its tokenizer; InputError for another kind of model."""
+def load_scorer(weights: Weights, placed: Placed) -> RewardModelScorer:
+    """Load the model and its tokenizer; InputError for another kind of model."""
     # Imported where it is used: the import takes longer than reading a configuration, which only needs the names.
     from transformers import AutoModelForSequenceClassification
 
@@ -143,7 +181,8 @@ def load_scorer(weights: Weights, device: str) -> RewardModelScorer:
     text_config.pad_token_id = tokenizer.pad_token_id
     # Where padding takes some positions, as in RoBERTa, only the tokenizer has the length; without a bound it is 1e30.
     positions = min(getattr(text_config, "max_position_embeddings", None) or _UNBOUNDED, tokenizer.model_max_length)
-    return RewardModelScorer(network.to(device), tokenizer, positions if positions < _UNBOUNDED else None, device)
+    network = network.to(placed.device, placed.dtype)
+    return RewardModelScorer(network, tokenizer, positions if positions < _UNBOUNDED else None, placed)
 
 
 def _sigmoid(logit: float) -> float:

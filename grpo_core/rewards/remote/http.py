@@ -2,8 +2,9 @@
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, ClassVar, TypeVar
 
 from pydantic import AfterValidator, Field
@@ -25,9 +26,11 @@ from grpo_core.services import (
 from grpo_core.uses import Uses
 
 if TYPE_CHECKING:
+    import httpx
     import tenacity
 
 PREFLIGHT_TIMEOUT_S = 5.0
+Request = Callable[..., object]
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -74,15 +77,24 @@ class ServiceReward(Reward):
     def check_service(self) -> None:
         """Ask the service whether it has what the settings name; ScoringError without an answer, InputError if not."""
 
-    def request(self, path: str, body: bytes | None = None) -> object:
-        """Return the JSON answer to a POST of this JSON, or to a GET where there is none.
+    @contextmanager
+    def connected(self) -> Iterator[Request]:
+        """Yield a function that sends a request to a path: a POST of a JSON, or a GET without one; it returns the JSON.
 
+        Requests of the block share connections, which take longer to open than many answers. The function raises
         ScoringError without an answer in any attempt; InputError for another status (its value), or no JSON.
         """
-        import tenacity
-
         user = f"rewards.{self.name}"
         service = Service(self.address, self.timeout_s, read_token(f"{user}.token_env", self.token_env), user)
+        client = service.client(self.concurrency)
+        try:
+            yield lambda path, body=None: self._request(service, client, path, body)
+        finally:
+            run_awaitable(client.aclose())
+
+    def _request(self, service: Service, client: "httpx.AsyncClient", path: str, body: bytes | None) -> object:
+        import tenacity
+
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(self.attempts),
             wait=self._pause,
@@ -90,7 +102,7 @@ class ServiceReward(Reward):
             reraise=True,
         )
         try:
-            return retrying(lambda: run_awaitable(service.request(path, body)))
+            return retrying(lambda: run_awaitable(service.request(path, body, client)))
         except ServiceError as failure:
             tries = "1 attempt" if self.attempts == 1 else f"{self.attempts} attempts"
             raise ScoringError(f"{failure}, after {tries}") from failure

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.remote import wire
-from grpo_core.rewards.remote.http import ServiceReward, ask_side_by_side
+from grpo_core.rewards.remote.http import Request, ServiceReward, ask_side_by_side
 from grpo_core.rewards.reward import STRICT, Needs, Text
 from grpo_core.rewards.scoring_batch import Score, ScoringBatch, ScoringError
 from grpo_core.rollouts.images import require_fit
@@ -82,17 +82,17 @@ class RemoteReward(ServiceReward):
         self._check_fit(described)
         self._check_samples(described, batch)
 
-        def ask(rows: Sequence[int]) -> list[Score]:
-            return self._ask(batch.select(rows), described)
-
-        answers = ask_side_by_side(ask, requests, self.concurrency)
+        with self.connected() as request:
+            answers = ask_side_by_side(
+                lambda rows: self._ask(request, batch.select(rows), described), requests, self.concurrency
+            )
         return [score for answer in answers for score in answer]
 
-    def _ask(self, batch: ScoringBatch, described: wire.RewardDescription) -> list[Score]:
+    def _ask(self, request: Request, batch: ScoringBatch, described: wire.RewardDescription) -> list[Score]:
         asked = {"with_targets": self.with_targets, "with_sources": self.with_sources}
         body = wire.write_request(self.reward, batch, **asked)
         try:
-            answer = wire.ScoreAnswer.model_validate(self.request(wire.SCORE_PATH, body))
+            answer = wire.ScoreAnswer.model_validate(request(wire.SCORE_PATH, body))
             if answer.reward != self.reward:
                 raise ValueError(f"scores of the reward {answer.reward!r}")
             self._check_version(answer.version, described.version)
@@ -138,7 +138,8 @@ class RemoteReward(ServiceReward):
 def _describe(reward: RemoteReward) -> wire.RewardDescription:
     """Ask the server about the reward, once per process; failures are retried."""
     try:
-        description = wire.Description.model_validate(reward.request(wire.DESCRIBE_PATH))
+        with reward.connected() as request:
+            description = wire.Description.model_validate(request(wire.DESCRIBE_PATH))
     except InputError:
         raise
     except ValueError as error:

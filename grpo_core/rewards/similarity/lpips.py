@@ -6,16 +6,24 @@ Metric", equation 1, version 0.1. The linear heads come with the lpips package, 
 
 import importlib.util
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float32
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from grpo_core.rewards.model_reward import ModelReward, Sha256, exact_inference, find_tensor, load_once, load_state_dict
+from grpo_core.rewards.model_reward import (
+    ModelReward,
+    Placed,
+    Sha256,
+    exact_inference,
+    find_tensor,
+    load_once,
+    load_state_dict,
+)
 from grpo_core.rewards.reward import STRICT
 from grpo_core.rewards.scoring_batch import clamp_unit
 from grpo_core.rewards.similarity.pairs import PairReward
@@ -68,6 +76,11 @@ class LpipsReward(ModelReward, PairReward):
         self.check_reference()
 
     @property
+    def measured_at_once(self) -> int:
+        """The network's batch."""
+        return self.batch_size
+
+    @property
     def min_side(self) -> int:  # type: ignore[override]
         """Smallest side in pixels that the trunk can pool."""
         return MIN_SIDES[self.net]
@@ -82,8 +95,9 @@ class LpipsReward(ModelReward, PairReward):
 
     def measure(self, images: Tensor, targets: Tensor) -> Tensor:
         """Return the distances."""
-        network = load_network(self.weight_sources()["trunk"], self.net, self.device)
-        return perceptual_distance(network, images.to(self.device), targets.to(self.device))
+        placed = self.runs_on
+        network = load_network(self.weight_sources()["trunk"], self.net, placed)
+        return perceptual_distance(network, images.to(placed.device), targets.to(placed.device))
 
     def to_value(self, raw: float) -> float:
         """Return 1 for identical images."""
@@ -91,10 +105,29 @@ class LpipsReward(ModelReward, PairReward):
 
 
 def perceptual_distance(network: nn.Module, images: Images, targets: Images) -> Float32[Tensor, " batch"]:
-    """Compute LPIPS of each pair in [0, 1], in full fp32; ValueError as check_pair."""
+    """Compute LPIPS of each pair in [0, 1], without TF32; ValueError as check_pair."""
     check_pair(images, targets)
     with exact_inference(str(images.device)):
-        distance: Tensor = network(2.0 * images - 1.0, 2.0 * targets - 1.0)
+        return features_apart(network, features_of(network, images), features_of(network, targets))
+
+
+def features_of(network: Any, images: Images) -> list[Tensor]:
+    """Return a trunk's features of images in [0, 1], layer by layer, of length 1 in fp32.
+
+    The trunk alone may compute in 16 bits, whose smallest numbers flat patches would be divided by.
+    """
+    import lpips
+
+    scaled = network.scaling_layer(2.0 * images - 1.0).to(next(network.net.parameters()).dtype)
+    return [lpips.normalize_tensor(features.float()) for features in network.net(scaled)]
+
+
+def features_apart(network: Any, first: Sequence[Tensor], second: Sequence[Tensor]) -> Float32[Tensor, " batch"]:
+    """Return the distances of images by their features."""
+    import lpips
+
+    layers = zip(network.lins, first, second, strict=True)
+    distance: Tensor = sum(lpips.spatial_average(head((a - b) ** 2)) for head, a, b in layers)
     return distance.flatten()
 
 
@@ -108,8 +141,11 @@ def heads_file(net: str) -> Path:
 
 
 @load_once
-def load_network(trunk: Weights, net: str, device: str) -> nn.Module:
-    """Load the LPIPS network, frozen, in fp32, with a trunk of torchvision's names (``features.*``), or InputError."""
+def load_network(trunk: Weights, net: str, placed: Placed) -> nn.Module:
+    """Load the LPIPS network, frozen, with a trunk of torchvision's names (``features.*``); or InputError.
+
+    Only the trunk is in 16 bits where these are asked for.
+    """
     # Imported where it is used: the import takes longer than reading a configuration, which only needs the names.
     import lpips
 
@@ -122,7 +158,8 @@ def load_network(trunk: Weights, net: str, device: str) -> nn.Module:
     tensors = load_state_dict(trunk)
     state = {name: _find_tensor(name, like, heads, tensors, net, trunk) for name, like in network.state_dict().items()}
     network.load_state_dict(state, assign=True)
-    return network.requires_grad_(False).eval().to(device)
+    network.net.to(placed.dtype)
+    return network.requires_grad_(False).eval().to(placed.device)
 
 
 def _find_tensor(

@@ -3,7 +3,7 @@
 Their settings are checked without torch, which takes seconds to import; `tensors` computes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -82,6 +82,11 @@ class PairReward(ComparingReward):
     undefined: ClassVar[str | None] = None
     """Why a raw quantity may be undefined, {} for target or source; None: it never is."""
 
+    @property
+    def measured_at_once(self) -> int:
+        """Number of pairs, of one size, that are measured together."""
+        return 1
+
     def __post_init__(self) -> None:
         self.check_reference()
 
@@ -108,16 +113,30 @@ class PairReward(ComparingReward):
         from grpo_core.rewards.similarity.tensors import to_tensor
 
         scores = [NOT_APPLICABLE] * len(batch)
+        undefined = self.undefined and self.undefined.format(self.against)
+        for pairs in self._pairs(batch):
+            images, references = (
+                torch.cat([to_tensor(each) for each in side]) for side in zip(*pairs.values(), strict=True)
+            )
+            with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+                raws = self.measure(images, references).tolist()
+            for row, raw in zip(pairs, raws, strict=True):
+                scores[row] = Score.of(self.to_value(raw), raw, undefined)
+        return scores
+
+    def _pairs(self, batch: ScoringBatch) -> Iterator[dict[int, tuple[Image.Image, Image.Image]]]:
+        """Yield images with what they are compared with, by row, as many of one size as are measured together."""
         references = {row: each for row, each in enumerate(self.reference_images(batch)) if each is not None}
         chosen = batch.select(list(references))
         images = chosen.rgb_images(self.name, self.min_side)
+        waiting: dict[tuple[int, int], dict[int, tuple[Image.Image, Image.Image]]] = {}
         for (row, reference), sample_id, image in zip(references.items(), chosen.sample_ids, images, strict=True):
             place = self.reference_place(sample_id)
-            fitted = fit_to(to_rgb(reference, place), image.size, place)
-            with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-                raw = self.measure(to_tensor(image), to_tensor(fitted)).item()
-            scores[row] = Score.of(self.to_value(raw), raw, self.undefined and self.undefined.format(self.against))
-        return scores
+            alike = waiting.setdefault(image.size, {})
+            alike[row] = image, fit_to(to_rgb(reference, place), image.size, place)
+            if len(alike) == self.measured_at_once:
+                yield waiting.pop(image.size)
+        yield from waiting.values()
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +21,11 @@ from transformers import (
 from configs.loader import read_config
 from flows.preflight.doctor import examine
 from flows.preflight.machine import Finding
-from flows.preflight.model import reward_model_bytes
+from flows.preflight.model import reward_device, reward_model_bytes
 from grpo_core.policies.estimate import ALWAYS
+from grpo_core.rewards.model_reward import ModelReward
+from grpo_core.rewards.registry import build_reward
+from tasks.rewards.score_rewards import scores_key
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT
 from tests.flows.preflight.conftest import examined, with_free_space
 from tests.tiny_policies import TEXT_MODEL
@@ -48,7 +52,7 @@ def test_memory_is_estimated_without_the_weights(tmp_path: Path) -> None:
 
 
 def test_reward_models_on_the_gpu_of_the_policy_are_counted_by_their_headers(tmp_path: Path) -> None:
-    """In fp32, however they are stored, and a file of two rewards once."""
+    """In their precision, however they are stored, and a file of two rewards once."""
     folder = tmp_path / "judge"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -57,8 +61,8 @@ def test_reward_models_on_the_gpu_of_the_policy_are_counted_by_their_headers(tmp
             {"weight": torch.zeros(shape, dtype=torch.float16)}, folder / f"model-0000{part}-of-00002.safetensors"
         )
 
-    def counted(*overrides: str, device: str = "cuda", processes: int = 0) -> int:
-        settings = {"model": str(folder), "device": device}
+    def counted(*overrides: str, device: str = "cuda", processes: int = 0, dtype: str = "float32") -> int:
+        settings = {"model": str(folder), "device": device, "dtype": dtype}
         rewards = [
             {"reward": "reward_model", "name": f"judge_{number}", "processes": processes, "settings": settings}
             for number in range(2)
@@ -69,6 +73,7 @@ def test_reward_models_on_the_gpu_of_the_policy_are_counted_by_their_headers(tmp
 
     assert counted() == 4 * 1_000_000
     assert counted(processes=2) == 2 * 4 * 1_000_000
+    assert counted(dtype="bfloat16") == 2 * 1_000_000
     assert counted(device="cpu") == counted(device="cuda:1") == 0
     assert counted("placement.rewards.pool=far") == counted("placement.devices=cpu") == 0
     settings = {"model": str(folder), "device": "cuda"}
@@ -79,6 +84,30 @@ def test_reward_models_on_the_gpu_of_the_policy_are_counted_by_their_headers(tmp
     assert (part.bytes, part.phases) == (4 * 1_000_000, ALWAYS)
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"no header")
     assert counted() == 4 * 300_000
+
+
+def test_rewards_of_device_auto_run_beside_the_policy_if_its_gpu_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"weight": torch.zeros(250, 1000)}, tmp_path / "model.safetensors")
+    given = json.dumps([{"reward": "reward_model", "settings": {"model": str(tmp_path), "device": "auto"}}])
+    config, on_cpu = (
+        read_config(TINY_TEXT, [f"rewards={given}", f"placement.devices={device}"]) for device in ("auto", "cpu")
+    )
+    assert reward_device(config, 10**15) == "auto"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (0, 5_000_000))
+    assert reward_device(config, 4_000_000) == "auto"
+    assert reward_device(config, 4_000_001) == reward_device(on_cpu, 0) == "cpu"
+    reward = build_reward("reward_model", config.rewards[0].settings)
+    assert isinstance(reward, ModelReward)
+    assert reward.runs_on.device == "cuda:0"
+    placed = config.rewards[0].with_device("cpu")
+    assert build_reward("reward_model", placed.settings) == replace(reward, device="cpu")
+    assert scores_key(placed) == scores_key(config.rewards[0])
+    named = placed.model_copy(update={"settings": {**placed.settings, "device": "cuda:1"}})
+    assert named.with_device("cpu") == named
 
 
 @pytest.mark.parametrize("root", ["folder", "bucket"])

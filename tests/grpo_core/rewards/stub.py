@@ -46,6 +46,8 @@ class Stub:
         self.requested: list[Asked] = []
         self.respond: Callable[[Asked], Reply] = lambda requested: Reply(status=404)
         self.lock = threading.Lock()
+        self.keeps = False  # whether it keeps a connection open after an answer
+        self.connections = 0
 
     def script(self, *replies: Reply) -> None:
         """Answer with these replies in order, and repeat the last one."""
@@ -57,6 +59,11 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     stub: Stub
 
+    def setup(self) -> None:
+        super().setup()
+        with self.stub.lock:
+            self.stub.connections += 1
+
     def do_GET(self) -> None:
         length = int(self.headers.get("Content-Length", 0))
         body = self.rfile.read(length)
@@ -64,12 +71,14 @@ class _Handler(BaseHTTPRequestHandler):
         with self.stub.lock:
             self.stub.requested.append(requested)
         reply = self.stub.respond(requested)
-        self.close_connection = True
+        self.close_connection = not self.stub.keeps
         if reply.drop:
+            self.close_connection = True
             return
         content = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+        closing = {"Connection": "close"} if self.close_connection else {}
         self.send_response(reply.status)
-        for name, value in {"Content-Length": str(len(content)), "Connection": "close", **reply.headers}.items():
+        for name, value in {"Content-Length": str(len(content)), **closing, **reply.headers}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":

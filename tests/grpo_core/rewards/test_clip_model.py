@@ -11,6 +11,7 @@ from PIL import Image
 from grpo_core.rewards.embedding import clip_rewards as clip_model
 from grpo_core.rewards.embedding.clip import find_architecture
 from grpo_core.rewards.embedding.clip_rewards import ClipModel, ClipScoreReward, load_clip
+from grpo_core.rewards.model_reward import Placed
 from tests.grpo_core.rewards.conftest import MEAN, NETWORK, STD, flat, noise, refusal, refused, save_changed
 
 
@@ -25,7 +26,7 @@ def load(config: Path, weights: Path) -> ClipModel:
 def fresh(config: Path, weights: Path) -> ClipModel:
     """A model that no other test has asked, so that its embeddings are counted from none."""
     settings = reward(config, weights)
-    return clip_model._load_clip.__wrapped__(settings.clip_weights(), settings.architecture(), "cpu")
+    return clip_model._load_clip.__wrapped__(settings.clip_weights(), settings.architecture(), Placed())
 
 
 def cosine_with(vector: torch.Tensor, other: torch.Tensor) -> float:
@@ -39,10 +40,10 @@ def test_image_equals_open_clip_itself(
     image = noise(0, *size)
     with torch.no_grad():
         right = clip_oracle.encode_image(clip_oracle.transform(image)[None], normalize=True)[0]
-    found = load(clip_config, clip_weights).image_embedding(image)
+    found = load(clip_config, clip_weights).image_embeddings([image])[0]
     torch.testing.assert_close(found, right, rtol=0, atol=1e-6)
     assert float(found.norm()) == pytest.approx(1, abs=1e-6)
-    assert cosine_with(found, load(clip_config, clip_weights).image_embedding(flat(0))) < 0.999
+    assert cosine_with(found, load(clip_config, clip_weights).image_embeddings([flat(0)])[0]) < 0.999
 
 
 def test_text_equals_open_clip_itself(clip_config: Path, clip_weights: Path, clip_oracle: torch.nn.Module) -> None:
@@ -50,8 +51,8 @@ def test_text_equals_open_clip_itself(clip_config: Path, clip_weights: Path, cli
     for text in ("a red heart", "", "word " * 100):
         with torch.no_grad():
             right = clip_oracle.encode_text(tokenizer([text]), normalize=True)[0]
-        torch.testing.assert_close(model.text_embedding(text), right, rtol=0, atol=1e-6)
-    assert cosine_with(model.text_embedding("a red heart"), model.text_embedding("")) < 0.999
+        torch.testing.assert_close(model.text_embeddings([text])[0], right, rtol=0, atol=1e-6)
+    assert cosine_with(model.text_embeddings(["a red heart"])[0], model.text_embeddings([""])[0]) < 0.999
 
 
 def test_configuration_says_how_images_are_prepared(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
@@ -62,13 +63,15 @@ def test_configuration_says_how_images_are_prepared(clip_config: Path, clip_weig
     torch.testing.assert_close(model._prepare(image), by_hand)
     bare = tmp_path / "bare.json"
     bare.write_text(json.dumps(NETWORK))
-    assert cosine_with(load(bare, clip_weights).image_embedding(image), model.image_embedding(image)) < 0.9999
+    assert (
+        cosine_with(load(bare, clip_weights).image_embeddings([image])[0], model.image_embeddings([image])[0]) < 0.9999
+    )
 
 
 def test_activation_of_the_configuration_counts(clip_config: Path, clip_weights: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain.json"
     plain.write_text(json.dumps({**json.loads(clip_config.read_text()), "model_cfg": {**NETWORK, "quick_gelu": False}}))
-    embeddings = [load(config, clip_weights).image_embedding(noise(0, 32, 32)) for config in (clip_config, plain)]
+    embeddings = [load(config, clip_weights).image_embeddings([noise(0, 32, 32)])[0] for config in (clip_config, plain)]
     assert not torch.allclose(*embeddings, atol=1e-5)
 
 
@@ -76,7 +79,7 @@ def test_same_bytes_in_another_shape_are_another_image(clip_config: Path, clip_w
     wide = noise(0, 64, 16)
     tall = Image.frombytes("RGB", (16, 64), wide.tobytes())
     model = load(clip_config, clip_weights)
-    assert not torch.equal(model.image_embedding(wide), model.image_embedding(tall))
+    assert not torch.equal(model.image_embeddings([wide])[0], model.image_embeddings([tall])[0])
 
 
 def test_cache_is_bounded_and_forgets_the_oldest(
@@ -88,7 +91,7 @@ def test_cache_is_bounded_and_forgets_the_oldest(
     compute = model._network.encode_image
     monkeypatch.setattr(model._network, "encode_image", lambda pixels: seen.append(pixels) or compute(pixels))
     for level in (0, 50, 0, 100, 0, 50):
-        model.image_embedding(flat(level))
+        model.image_embeddings([flat(level)])
     # 0, 50; 0 again is cached; 100 pushes 50 out, so that 50 is computed again.
     assert len(seen) == 4
     assert len(model._embeddings) == 2
@@ -115,9 +118,9 @@ def test_weights_in_half_precision_and_from_a_checkpoint_are_read(
     checkpoint = tmp_path / "epoch_3.pt"
     scale = {"logit_scale": tensors["logit_scale"].reshape(1)}
     torch.save({"epoch": 3, "state_dict": {f"module.{k}": v for k, v in {**tensors, **scale}.items()}}, checkpoint)
-    right = load(clip_config, clip_weights).image_embedding(noise(0, 32, 32))
-    assert torch.equal(load(clip_config, checkpoint).image_embedding(noise(0, 32, 32)), right)
-    assert cosine_with(load(clip_config, half).image_embedding(noise(0, 32, 32)), right) > 0.9999
+    right = load(clip_config, clip_weights).image_embeddings([noise(0, 32, 32)])[0]
+    assert torch.equal(load(clip_config, checkpoint).image_embeddings([noise(0, 32, 32)])[0], right)
+    assert cosine_with(load(clip_config, half).image_embeddings([noise(0, 32, 32)])[0], right) > 0.9999
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from grpo_core.rewards.embedding.diversity import Distance, DiversityReward, lpips_distance, pixel_distance
+from grpo_core.rewards.model_reward import Placed
 from grpo_core.rewards.scoring_batch import Score, ScoringBatch
 from grpo_core.rewards.similarity.lpips import TRUNKS, load_network, perceptual_distance
 from grpo_core.rewards.similarity.tensors import to_tensor
@@ -101,7 +102,7 @@ def test_pixels_are_numpys_root_mean_square(seed: int, width: int, height: int) 
 
 @pytest.mark.parametrize("size", [(31, 31), (64, 48)])
 def test_lpips_is_that_of_the_pair_to_the_bit(trunk_file: Path, size: tuple[int, int]) -> None:
-    network = load_network(Weights("weights", str(trunk_file), None, TRUNKS["alex"]), "alex", "cpu")
+    network = load_network(Weights("weights", str(trunk_file), None, TRUNKS["alex"]), "alex", Placed())
     first, second = noise(0, *size), flat(70, *size)
     with torch.inference_mode():
         pair = perceptual_distance(network, to_tensor(first), to_tensor(second)).item()
@@ -114,9 +115,9 @@ def test_lpips_is_that_of_the_pair_to_the_bit(trunk_file: Path, size: tuple[int,
 def test_every_image_is_prepared_once_and_every_pair_measured_once() -> None:
     prepared, measured = [], []
 
-    def prepare(image: Image.Image) -> int:
-        prepared.append(image.width)
-        return image.width
+    def prepare(images: Sequence[Image.Image]) -> list[int]:
+        prepared.extend(image.width for image in images)
+        return [image.width for image in images]
 
     def between(first: int, second: int) -> float:
         measured.append((first, second))
@@ -133,6 +134,8 @@ def test_a_distance_that_is_no_number_spoils_both_of_its_pair() -> None:
     def between(first: int, second: int) -> float:
         return math.nan if {first, second} == {1, 2} else 0.5
 
-    means = Distance(lambda image: image.width, between).means([flat(0, width, 1) for width in (1, 2, 3)])
+    means = Distance(lambda images: [image.width for image in images], between).means(
+        [flat(0, width, 1) for width in (1, 2, 3)]
+    )
     assert [math.isnan(mean) for mean in means] == [True, True, False]
     assert means[2] == 0.5

@@ -2,13 +2,15 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import lpips
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
 from grpo_core.rewards.embedding.clip import ClipReward
 from grpo_core.rewards.embedding.clip_rewards import load_clip
@@ -91,6 +93,63 @@ def test_a_score_depends_on_its_sample_and_siblings_alone(
     forget(reward)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert list(reward.score(batch.select([3, 2, 1, 0]))) == together[::-1]
+
+
+OF_NETWORKS = ["lpips", "clip_score", "aesthetic", "pickscore", "hpsv2", "diversity", "diversity by lpips"]
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("name", OF_NETWORKS)
+def test_a_network_scores_batches_as_it_scores_samples_alone(
+    name: str, dtype: str, apart: float, settings: Mapping[str, Mapping[str, object]]
+) -> None:
+    sides = [(96, 96), (48, 48), (64, 96), (32, 48), (64, 96)]
+    images = [noise(seed, *side) for seed, side in enumerate(sides)]
+    batch = make_batch(
+        images,
+        [noise(9, *image.size) for image in images],
+        prompts=["a", "a", "a red door behind a tree", "", "7 7 7"],
+        group_ids=["a", "a", "b", "b", "b"],
+    )
+    alone, own = build_reward(VARIANTS.get(name, name), settings[name]), {**settings[name], "dtype": dtype}
+    forget(alone)
+    expected = [score.raw for score in alone.score(batch)]
+    together = build_reward(alone.name, {**own, "batch_size": 2})
+    forget(together)
+    with largest_pass() as largest:
+        found = [score.raw for score in together.score(batch)]
+    assert largest == [2]
+    assert found == pytest.approx(expected, rel=apart, abs=apart)
+    assert (found != expected) if dtype == "bfloat16" else True
+    # What another batch has computed is none of its own.
+    assert [score.raw for score in alone.score(batch)] == expected
+    changed = {"batch_size": 2} | ({"dtype": dtype} if dtype == "bfloat16" else {})
+    assert together.settings() == {**alone.settings(), **changed}
+
+
+@contextmanager
+def largest_pass() -> Iterator[list[int]]:
+    """Yield a list with the largest number of rows that a convolution or an embedding of ids got within the block."""
+    largest = [0]
+
+    def look(module: nn.Module, given: tuple[Tensor, ...], _: object) -> None:
+        if isinstance(module, nn.Conv2d | nn.Embedding) and given[0].ndim > 1:
+            largest[0] = max(largest[0], len(given[0]))
+
+    with nn.modules.module.register_module_forward_hook(look):
+        yield largest
+
+
+@pytest.mark.parametrize(("setting", "value"), [("batch_size", 0), ("dtype", "float16"), ("device", "gpu")])
+@pytest.mark.parametrize("name", [*OF_NETWORKS, "reward_model"])
+def test_what_no_pass_can_have_is_refused(name: str, setting: str, value: object) -> None:
+    name = VARIANTS.get(name, name)
+    assert refusal(build_reward, name, {setting: value}) == (f"rewards.{name}.{setting}", value)
+
+
+def test_pixels_have_no_passes() -> None:
+    for setting, value in (("batch_size", 2), ("dtype", "bfloat16")):
+        assert refusal(build_reward, "diversity", {setting: value}) == (f"rewards.diversity.{setting}", value)
 
 
 @pytest.mark.parametrize("name", ["clip_score", "pickscore", "hpsv2"])

@@ -79,6 +79,18 @@ def test_texts_and_columns(stub: Stub) -> None:
     assert refusal(reward.score, missing) == ("rewards.judge.rubric", "{style}")
 
 
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_questions_share_connections(stub: Stub, concurrency: int) -> None:
+    stub.keeps = True
+    stub.script(said('{"score": 3}'))
+    reward = judge(stub, concurrency=concurrency)
+    assert reward.score(make_texts(*"abcdefgh")) == [Score(0.3, 3.0)] * 8
+    assert len(stub.requested) == 8
+    assert stub.connections <= concurrency
+    reward.score(make_texts("a"))
+    assert stub.connections <= concurrency + 1
+
+
 @pytest.mark.parametrize("concurrency", [1, 5])
 def test_values_end_at_the_bounds_and_keep_the_order(stub: Stub, concurrency: int) -> None:
     def respond(requested: Asked) -> Reply:

@@ -73,7 +73,8 @@ def test_clip_compares_embeddings_of_both_images(clip_config: Path, clip_weights
     prompts = ["word " * 200] * 3
     same, other, none = reward.score(edits([image] * 3, [[image], [source], []], prompts=prompts))
     model = load_clip(reward)
-    cosine = float(model.image_embedding(image) @ model.image_embedding(source))
+    first, second = model.image_embeddings([image, source])
+    cosine = float(first @ second)
     assert same.raw == pytest.approx(1.0)
     assert other.raw == pytest.approx(cosine, abs=1e-6)
     assert none == NOT_APPLICABLE

@@ -5,12 +5,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 from transformers import LlamaForSequenceClassification as Classifier
 from trl.data_utils import apply_chat_template
 
 from grpo_core.errors import InputError
 from grpo_core.rewards.judges.reward_model import RewardModelReward, _sigmoid, load_scorer
+from grpo_core.rewards.model_reward import Placed
 from grpo_core.rewards.scoring_batch import ScoringBatch
 from grpo_core.rewards.weights import Published, Weights
 from grpo_core.rollouts.messages import write_messages
@@ -81,7 +94,7 @@ TALKS: list[list[dict[str, Any]]] = [
 
 
 def test_a_conversation_is_scored_as_trl_prints_it(tmp_path: Path) -> None:
-    scorer = load_scorer(Weights("", str(save(tmp_path / "model", TEMPLATE)), None, Published("")), "cpu")
+    scorer = load_scorer(Weights("", str(save(tmp_path / "model", TEMPLATE)), None, Published("")), Placed())
     for talk in TALKS:
         printed = apply_chat_template({"messages": [*talk, {"role": "assistant", "content": "a"}]}, scorer.tokenizer)
         ids = scorer.tokenizer(printed["text"], add_special_tokens=False)["input_ids"]
@@ -107,6 +120,48 @@ def test_a_score_does_not_depend_on_the_batch_and_nothing_at_all_has_one(folder:
         assert reward.score(batch(pairs)) == together
 
 
+KINDS = {
+    "llama": lambda **sizes: Classifier(LlamaConfig(**sizes)),
+    "qwen3": lambda **sizes: Qwen3ForSequenceClassification(Qwen3Config(head_dim=8, num_key_value_heads=1, **sizes)),
+    "bert": lambda **sizes: BertForSequenceClassification(BertConfig(**sizes)),
+    "roberta": lambda **sizes: RobertaForSequenceClassification(RobertaConfig(**sizes)),
+    "deberta": lambda **sizes: DebertaV2ForSequenceClassification(DebertaV2Config(**sizes)),
+}
+
+
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-6), ("bfloat16", 0.02)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_of_unlike_lengths_score_in_batches_as_alone(tmp_path: Path, kind: str, dtype: str, apart: float) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY, padding_side="left")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pad = tokenizer.pad_token_id
+        KINDS[kind](vocab_size=len(tokenizer), num_labels=1, pad_token_id=pad, **sizes).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    alone, together = (RewardModelReward(model=str(tmp_path), **own) for own in ({}, {"batch_size": 3, "dtype": dtype}))
+    pairs = [*PAIRS, ("", ""), ("a long one", "of many letters")]
+    expected = [score.raw for score in alone.score(batch(pairs))]
+    assert [score.raw for score in together.score(batch(pairs))] == pytest.approx(expected, abs=apart)
+    network = load_scorer(together.weight_sources()["model"], together.runs_on).network
+    lengths: list[Any] = []
+    with network.register_forward_hook(lambda _, args, given, __: lengths.append(given), with_kwargs=True):
+        together.score(batch(pairs))
+    # Of one length as far as possible: 7 texts in three passes.
+    assert [len(given["input_ids"]) for given in lengths] == [3, 3, 1]
+    read = [length for given in lengths for length in given["attention_mask"].sum(1).tolist()]
+    assert read == sorted(read)
+
+
+def test_a_model_that_reads_its_padding_is_refused_in_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = RewardModelReward(model=str(folder), batch_size=2)
+    network = load_scorer(reward.weight_sources()["model"], reward.runs_on).network
+    # It answers at the last token, whatever it is.
+    monkeypatch.setattr(network.config, "pad_token_id", -1)
+    assert refusal(reward.score, batch(PAIRS)) == ("rewards.reward_model.batch_size", 2)
+    RewardModelReward(model=str(folder)).score(batch(PAIRS))
+
+
 def test_sigmoid_of_large_and_small_logits(folder: Path) -> None:
     reward = RewardModelReward(model=str(folder), scale="sigmoid")
     for logit, value in ((0.0, 0.5), (math.log(3), 0.75), (-math.log(3), 0.25), (-2000.0, 0.0), (2000.0, 1.0)):
@@ -126,15 +181,15 @@ def test_of_a_long_text_the_end_is_judged(tmp_path: Path, bounded_by: str) -> No
 
 
 def test_a_model_without_a_bound_of_positions_judges_the_whole_text(folder: Path) -> None:
-    scorer = load_scorer(Weights("model", str(folder), None, Published("its makers")), "cpu")
-    assert replace(scorer, positions=None).logit(*PAIRS[0]) == scorer.logit(*PAIRS[0])
+    scorer = load_scorer(Weights("model", str(folder), None, Published("its makers")), Placed())
+    assert replace(scorer, positions=None).logits(["cab"], ["abc"]) == scorer.logits(["cab"], ["abc"])
 
 
 def test_loads_once_and_again_when_the_files_change(tmp_path: Path) -> None:
     folder = str(save(tmp_path / "model"))
     weights = Weights("model", folder, None, Published("its makers"))
-    first = load_scorer(weights, "cpu")
-    assert load_scorer(weights, "cpu") is first
+    first = load_scorer(weights, Placed())
+    assert load_scorer(weights, Placed()) is first
     before = RewardModelReward(model=folder).score(batch(PAIRS))
     model = Classifier.from_pretrained(folder)
     model.score.weight.data.mul_(2.0)

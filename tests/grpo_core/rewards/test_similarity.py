@@ -17,6 +17,7 @@ from skimage.metrics import mean_squared_error as skimage_mse
 from skimage.metrics import structural_similarity as skimage_ssim
 from torch import Tensor
 
+from grpo_core.rewards.model_reward import Placed
 from grpo_core.rewards.scoring_batch import NOT_APPLICABLE, Score
 from grpo_core.rewards.similarity.lpips import MIN_SIDES, TRUNKS, LpipsReward, load_network, perceptual_distance
 from grpo_core.rewards.similarity.pairs import MseReward, PairReward, PsnrReward, R2Reward, SsimReward
@@ -205,7 +206,7 @@ def test_flat_images_score(reward: LpipsReward) -> None:
 
 
 def test_wrong_tensors_never_reach_the_network(reward: LpipsReward, trunk_file: Path) -> None:
-    network = load_network(trunk(trunk_file), "alex", "cpu")
+    network = load_network(trunk(trunk_file), "alex", Placed())
     good = to_tensor(noise(0, 32, 32))
     with pytest.raises(ValueError, match="expected levels"):
         perceptual_distance(network, good * 255, good)
@@ -215,9 +216,9 @@ def test_network_is_loaded_once_frozen_and_without_random_numbers(trunk_file: Pa
     copy = tmp_path / "again.pth"
     copy.write_bytes(trunk_file.read_bytes())
     before = torch.get_rng_state()
-    network = load_network(trunk(copy), "alex", "cpu")
+    network = load_network(trunk(copy), "alex", Placed())
     assert torch.equal(torch.get_rng_state(), before)
-    assert load_network(trunk(copy), "alex", "cpu") is network
+    assert load_network(trunk(copy), "alex", Placed()) is network
     assert not network.training
     assert not any(p.requires_grad or p.dtype != torch.float32 for p in network.parameters())
 

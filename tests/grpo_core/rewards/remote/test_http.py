@@ -24,10 +24,15 @@ def service(url: str, **more: Any) -> RemoteReward:
     return RemoteReward(url=url, reward="mine", **{**QUICK, "attempts": 3, **more})
 
 
+def ask(reward: RemoteReward, path: str, body: bytes | None = None) -> object:
+    with reward.connected() as request:
+        return request(path, body)
+
+
 @pytest.mark.parametrize("trouble", [Reply(drop=True), Reply({}, 500), Reply({}, 503), Reply({}, 429)])
 def test_errors_that_may_pass_are_retried(stub: Stub, trouble: Reply) -> None:
     stub.script(trouble, trouble, Reply({"well": 1}))
-    assert service(stub.url).request("/x", b'{"a": 2}') == {"well": 1}
+    assert ask(service(stub.url), "/x", b'{"a": 2}') == {"well": 1}
     assert [requested.body for requested in stub.requested] == [{"a": 2}] * 3
 
 
@@ -44,7 +49,7 @@ def test_after_the_last_attempt_it_fails_without_an_address(
 ) -> None:
     stub.script(trouble or Reply())
     with pytest.raises(ScoringError) as failure:
-        service(stub.url if trouble else closed_url).request("/x")
+        ask(service(stub.url if trouble else closed_url), "/x")
     assert reason in str(failure.value)
     assert "127.0.0.1" not in str(failure.value)
     assert len(stub.requested) == (3 if trouble else 0)
@@ -64,7 +69,7 @@ def test_after_the_last_attempt_it_fails_without_an_address(
 )
 def test_a_refusal_is_an_error_at_once(stub: Stub, status: int, body: Any, word: str) -> None:
     stub.script(Reply(body, status, headers={"Location": "/elsewhere"}))
-    error = refused(service(stub.url).request, "/x", b"{}")
+    error = refused(ask, service(stub.url), "/x", b"{}")
     assert (error.place, error.value) == (f"{stub.url}/x", f"status {status}")
     assert word in error.hint
     assert len(stub.requested) == 1
@@ -78,7 +83,7 @@ def test_an_answer_that_is_no_json_or_endless(
 ) -> None:
     monkeypatch.setattr(services, "MAX_ANSWER_BYTES", 1000)
     stub.script(Reply(answer))
-    assert refused(service(stub.url).request, "/x").value == value
+    assert refused(ask, service(stub.url), "/x").value == value
 
 
 @pytest.mark.parametrize("dated", [False, True])
@@ -86,7 +91,7 @@ def test_retry_after_is_read(stub: Stub, dated: bool) -> None:
     value = email.utils.formatdate(time.time() + 1000, usegmt=True) if dated else "1000"
     stub.script(Reply({}, 429, {"Retry-After": value}))
     with pytest.raises(ScoringError) as failure:
-        service(stub.url, timeout_s=5.0, attempts=1).request("/x")
+        ask(service(stub.url, timeout_s=5.0, attempts=1), "/x")
     cause = failure.value.__cause__
     assert isinstance(cause, ServiceError)
     assert cause.retry_after_s == pytest.approx(1000, abs=100)
@@ -115,22 +120,22 @@ def test_token_goes_into_the_header_only(stub: Stub, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SCORER_TOKEN", " s3cret\n")
     stub.script(Reply({}))
     bearing = service(stub.url, token_env="SCORER_TOKEN")
-    bearing.request("/x")
+    ask(bearing, "/x")
     assert stub.requested[0].headers["Authorization"] == "Bearer s3cret"
     assert "s3cret" not in repr(bearing)
-    service(stub.url).request("/x")
+    ask(service(stub.url), "/x")
     assert "Authorization" not in stub.requested[1].headers
     monkeypatch.setenv("SCORER_TOKEN", "two words")
-    assert refusal(bearing.request, "/x") == ("rewards.remote.token_env", "SCORER_TOKEN")
+    assert refusal(ask, bearing, "/x") == ("rewards.remote.token_env", "SCORER_TOKEN")
     monkeypatch.delenv("SCORER_TOKEN")
-    assert refusal(bearing.request, "/x") == ("rewards.remote.token_env", "SCORER_TOKEN")
+    assert refusal(ask, bearing, "/x") == ("rewards.remote.token_env", "SCORER_TOKEN")
 
 
 def test_no_proxy_is_used_for_the_loopback(stub: Stub, closed_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", closed_url)
     monkeypatch.delenv("NO_PROXY", raising=False)
     stub.script(Reply({"well": 1}))
-    assert service(stub.url).request("/x") == {"well": 1}
+    assert ask(service(stub.url), "/x") == {"well": 1}
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
@@ -192,4 +197,4 @@ def test_a_slow_service_runs_out_of_time(content: bytes, pause_s: float) -> None
         dripping(content, pause_s) as url,
         pytest.raises(ScoringError, match=r"did not answer within 0\.3 s, after 2 attempts"),
     ):
-        service(url, timeout_s=0.3, attempts=2, backoff_s=0.001).request("/x")
+        ask(service(url, timeout_s=0.3, attempts=2, backoff_s=0.001), "/x")
