@@ -29,7 +29,7 @@ from tasks.models.initial import initial_digest, local_source, training_choices
 from tasks.models.resident import ModelSpec, load_untried
 from tasks.runs.stored_policies import adapter_version
 from tasks.storage.artifacts.store import open_store, use_store
-from tasks.update.job import refuse_unusable_placement
+from tasks.update.job import refuse_unequal_sources, refuse_unusable_placement
 from tasks.update.machines import machine_count
 
 
@@ -271,7 +271,12 @@ def check_device(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError
 
 
 def check_update(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:
-    """Report a loss of the person's own that cannot be imported."""
+    """Report a loss of the person's own that cannot be imported, and prompts that processes cannot share."""
+    trained = (prompt for each in prompts.usable("data") for prompt in each.prompts)
+    try:
+        refuse_unequal_sources(config.placement, config.updates, (len(prompt.sources) for prompt in trained))
+    except InputError as error:
+        yield error
     for stream, update in config.updates.items():
         try:
             # It imports the function.

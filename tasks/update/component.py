@@ -27,7 +27,7 @@ from tasks.storage.artifacts.commit import hash_staged
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import current_store
 from tasks.storage.parquet import write_table
-from tasks.update.job import UpdateJob, UpdateOutcome
+from tasks.update.job import UpdateJob, UpdateOutcome, refuse_unequal_sources
 from tasks.update.rows import ALGORITHMS, StoredRows, Training, read_training_rows
 
 
@@ -160,6 +160,8 @@ def carry_out(
     reset_peak_memory()
     with current_store().scratch() as fetched:
         stored = {stream: _read_rows(job, stream, fetched) for stream in job.updates}
+        for stream, read in stored.items():
+            refuse_unequal_sources(job.placement, (stream,), map(len, read.rows.actions.sources or ()))
         resident = resource(ResidentPolicy)
         settings = next(iter(stored.values())).settings
         learner = resident.at(job.policy, job.model, settings, job.placement)

@@ -1,7 +1,7 @@
 """What an update is asked for and what it made, as records for any process, and where it cannot run."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from pydantic import BaseModel, ConfigDict
 
@@ -101,3 +101,15 @@ def _refuse_unusable_sharding(processes: int, updates: Mapping[Stream, AnyUpdate
         if stream in UNEQUAL_PASSES and update.micro_batch_size > 1:
             hint = "Processes with sharded weights make equally many passes; set it to 1, or placement.sharding to ddp."
             raise InputError(f"{section}.micro_batch_size", update.micro_batch_size, hint)
+
+
+def refuse_unequal_sources(placement: PlacementSection, streams: Collection[Stream], images: Iterable[int]) -> None:
+    """Raise InputError for numbers of images in prompts, each of which takes a pass of a decoder that is sharded."""
+    if placement.sharding != "fsdp2" or UNEQUAL_PASSES.isdisjoint(streams):
+        return
+    if len(counts := {*images}) > 1:
+        hint = (
+            "Processes with sharded weights make equally many passes, and a decoder makes one for each image of a "
+            f"prompt; prompts have {min(counts)} to {max(counts)}. Set it to ddp, or give all prompts as many images."
+        )
+        raise InputError("placement.sharding", "fsdp2", hint)

@@ -213,6 +213,24 @@ class TestSettings:
         streams = refused(tmp_path, 'update.denoising.loss="math:pi"', config="configs/tiny_both.yaml")
         only(streams, "update.denoising.loss", "math:pi")
 
+    def test_prompts_whose_decoder_makes_unequal_passes_in_processes_of_sharded_weights(self, tmp_path: Path) -> None:
+        sources = REPOSITORY / "data" / "prompts" / "sources"
+        copied = (Path(shutil.copy(each, tmp_path)) for each in sorted(sources.glob("*.png"))[:2])
+        first, second = ([each.name] for each in copied)
+        data = f"data={{prompts: {tmp_path}/prompts.jsonl, image_column: images}}"
+
+        def problems(*images: list[str], train: str) -> list[object]:
+            rows = [{"prompt": f"edit {row}", "images": each} for row, each in enumerate(images)]
+            prompt_file(tmp_path, "\n".join(map(json.dumps, rows)), "prompts.jsonl")
+            settings = ("placement={devices: [cpu, cpu], sharding: fsdp2}", f"policy.train=[{train}]")
+            fitting = ("rollout.sde_window_range=[0, 2]", "update.clip_range=1e-4", "rewards=[{reward: jpeg}]")
+            found = refused(tmp_path, data, *settings, *fitting, config="configs/tiny_edit.yaml")
+            assert "update.micro_batch_size" in [error.place for error in found] or train == "tokens"
+            return [error.value for error in found if error.place == "placement.sharding"]
+
+        assert problems(first, [*first, *second], train="denoising") == ["fsdp2"]
+        assert problems(first, second, train="denoising") == problems(first, [], train="tokens") == []
+
     @pytest.mark.parametrize(
         ("override", "place", "value"),
         [

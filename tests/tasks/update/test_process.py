@@ -23,7 +23,7 @@ from tasks.execution.resources import run_resources
 from tasks.progress import listen
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described, use_store
-from tasks.update.job import SharedJob, UpdateOutcome, refuse_unusable_placement
+from tasks.update.job import SharedJob, UpdateOutcome, refuse_unequal_sources, refuse_unusable_placement
 from tasks.update.process import take_part
 from tests.processes import ProgressLog, in_processes
 from tests.tasks.update.update_jobs import (
@@ -190,6 +190,17 @@ def test_microbatches_of_unequal_passes_are_not_sharded() -> None:
             refuse_unusable_placement(section, updates)
         assert caught.value.place == f"{place}.micro_batch_size"
         refuse_unusable_placement(section.model_copy(update={"sharding": "ddp"}), updates)
+
+
+def test_rows_whose_decoder_makes_unequal_passes_are_not_sharded() -> None:
+    section = PlacementSection(devices=TWO, sharding="fsdp2")
+    refuse_unequal_sources(section, ["tokens", "denoising"], [2, 2, 2])
+    refuse_unequal_sources(section, ["tokens", "denoising"], [])
+    refuse_unequal_sources(section, ["tokens"], [0, 1])
+    refuse_unequal_sources(section.model_copy(update={"sharding": "ddp"}), ["denoising"], [0, 1])
+    with pytest.raises(InputError, match="0 to 2") as caught:
+        refuse_unequal_sources(section, ["denoising"], [1, 0, 2])
+    assert caught.value.place == "placement.sharding"
 
 
 # --- started as a run starts them: half a minute each, nearly all of it the imports of the processes
