@@ -24,6 +24,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
     return [
         *contradictions_within(config),
         *_datasets(config),
+        *_share(config),
         *_sizes(config),
         *_images(config),
         *_messages(config),
@@ -53,6 +54,13 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
             if not any(reward.scores(each.name) for reward in weighted):
                 hint = "No reward with a weight scores this dataset; add its name to the datasets of a reward."
                 yield InputError(f"{place}.datasets" if section.datasets else f"{place}.prompts", each.name, hint)
+
+
+def _share(config: RunConfig) -> Iterator[InputError]:
+    """Yield a share that is to be held out of other prompts than those of the training."""
+    if config.evaluate.share is not None and config.evaluate.sets != config.data.sets:
+        hint = "It is held out of data's prompts, and evaluate has prompts of its own: leave out this or those."
+        yield InputError("evaluate.share", config.evaluate.share, hint)
 
 
 def _sizes(config: RunConfig) -> Iterator[InputError]:

@@ -16,6 +16,7 @@ from configs.rollouts import (
 )
 from configs.scoring import AdvantagesSection, GuardrailsSection, RewardSection
 from configs.sections import (
+    PROMPT_FIELDS,
     DataSection,
     DatasetSection,
     EvaluateSection,
@@ -158,6 +159,17 @@ class RunConfig(ByPolicy):
     @classmethod
     def _update_each_stream(cls, values: Any) -> Any:
         return {**values, "update": values.get("update", {})} if isinstance(values, Mapping) else values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hold_out(cls, values: Any) -> Any:
+        """Give an evaluation of a share the prompts that it is a share of."""
+        data, evaluate = (values.get(name) for name in ("data", "evaluate")) if isinstance(values, Mapping) else (0, 0)
+        if not isinstance(evaluate, Mapping) or not isinstance(data, Mapping) or evaluate.get("share") is None:
+            return values
+        if any(evaluate.get(name) for name in PROMPT_FIELDS):
+            return values
+        return {**values, "evaluate": {**evaluate, **{name: data[name] for name in PROMPT_FIELDS if name in data}}}
 
     @property
     def first_version(self) -> int:

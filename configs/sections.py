@@ -282,6 +282,10 @@ class DatasetSection(_OnePromptFile):
         return self.prompts.rpartition("/")[0] if self.targets is None else self.targets
 
 
+PROMPT_FIELDS = (*_OnePromptFile.model_fields, "datasets")
+"""The keys of a section that say which prompts it has."""
+
+
 class PromptsSection(_OnePromptFile):
     """One prompt file, or several with names and weights."""
 
@@ -334,6 +338,9 @@ class DataSection(PromptsSection):
 class EvaluateSection(PromptsSection):
     """Held-out prompts, sampled with fixed seeds before, during and after training."""
 
+    share: float | None = Field(
+        None, gt=0, lt=1, description="of data's prompts that is held out, instead of prompts of its own"
+    )
     every: NonNegativeInt = Field(0, description="iterations between evaluations; 0: before and after only")
     samples_per_prompt: PositiveInt = Field(
         4, description="samples of each held-out prompt, always with the same seeds"

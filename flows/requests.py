@@ -99,7 +99,13 @@ class EvaluateRequest(_PolicyRequest):
         if self.prompts is None:
             return list(self.overrides)
         unset = dict.fromkeys(("split", "subset", "revision", "prompt_column", "columns", "limit"))
-        changed: dict[str, object] = {"prompts": self.prompts, "datasets": [], "streaming": False, **unset}
+        changed: dict[str, object] = {
+            "prompts": self.prompts,
+            "share": None,
+            "datasets": [],
+            "streaming": False,
+            **unset,
+        }
         return [*(f"evaluate.{key}={json.dumps(value)}" for key, value in changed.items()), *self.overrides]
 
 

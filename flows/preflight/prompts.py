@@ -67,8 +67,31 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
             if pairs := _first_and_last_pair(prompts):
                 notes.append(f"{own}.targets: {pairs}")
         sets[name] = tuple(read)
+    if config.evaluate.share is not None:
+        sets = _with_share(sets, config.evaluate.share, problems)
     notes += _overlap(sets)
     return PromptFiles(sets, tuple(problems), tuple(notes))
+
+
+def _with_share(
+    sets: Mapping[str, tuple[PromptSet | None, ...]], share: float, problems: list[InputError]
+) -> dict[str, tuple[PromptSet | None, ...]]:
+    """Divide the prompts of each file between the sections; a problem for one with a single prompt."""
+    divided: dict[str, tuple[PromptSet | None, ...]] = {}
+    for name, read in sets.items():
+        parts: list[PromptSet | None] = []
+        for each in read:
+            held = frozenset[int]() if each is None else each.held_out(share)
+            if each is None or len(held) == len(each.prompts):
+                parts.append(None)
+                if each is not None and name == "evaluate":
+                    hint = f"All rows of {each.name} have the same prompt: give evaluate.prompts."
+                    problems.append(InputError("evaluate.share", share, hint))
+                continue
+            others = frozenset(range(len(each.prompts))) - held
+            parts.append(each.without(others if name == "evaluate" else held))
+        divided[name] = tuple(parts)
+    return divided
 
 
 def _read_prompt_set(config: RunConfig, dataset: DatasetSection) -> tuple[PromptFile, PromptSet]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +27,26 @@ class PromptSet:
     prompts: tuple[Prompt, ...]  # in the order of the file
     targets: tuple[TargetReference | None, ...]  # one per prompt; None for a prompt without one
     sizes: tuple[ImageSize, ...] = ()  # of each prompt's images; empty for texts
+
+    def without(self, held: Collection[int]) -> "PromptSet":
+        """Return the set without the prompts of these indices."""
+        kept = [index for index in range(len(self.prompts)) if index not in held]
+        return replace(
+            self,
+            prompts=tuple(self.prompts[index] for index in kept),
+            targets=tuple(self.targets[index] for index in kept),
+            sizes=tuple(self.sizes[index] for index in kept if self.sizes),
+        )
+
+    def held_out(self, share: float) -> frozenset[int]:
+        """Return the indices of a share of the prompts, at least one; the same prompt in several rows is one.
+
+        Which they are follows from the prompts alone, whatever their order, and nearly all stay when others are added.
+        """
+        digests = [prompt.content_digest for prompt in self.prompts]
+        distinct = sorted({*digests})
+        chosen = {*distinct[: max(1, round(share * len(distinct)))]}
+        return frozenset(index for index, digest in enumerate(digests) if digest in chosen)
 
     def drawn(self, index: int) -> "DrawnPrompt":
         """Return the prompt of this index with what belongs to it."""

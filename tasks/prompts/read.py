@@ -59,6 +59,12 @@ class Prompt:
     columns: Mapping[str, object] = field(hash=False)
     sources: tuple[SourceReference, ...] = ()  # its images, in their order
 
+    @property
+    def content_digest(self) -> str:
+        """The sha256 of the text and its images; the same for all rows with them."""
+        described = [self.text, *(each.digest for each in self.sources)]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
 
 @dataclass(frozen=True)
 class PromptFile:

@@ -15,7 +15,7 @@ from grpo_core.errors import InputError
 from grpo_core.rollouts.images import open_image, require_aspect, to_rgb
 from grpo_core.rollouts.streams import ImageSize
 from tasks.process import map_in_threads
-from tasks.prompts.files import find_input, join_uri, list_input_folder, nearest_names, read_input_file
+from tasks.prompts.files import file_ending, find_input, join_uri, list_input_folder, nearest_names, read_input_file
 from tasks.prompts.images import IMAGE_ENDINGS, complete_image, name_inside, upright_size
 from tasks.prompts.read import Prompt
 
@@ -89,7 +89,8 @@ def pair_targets(
 ) -> tuple[TargetReference | None, ...]:
     """Return the target of each prompt, in the order of the file; None for a prompt without one.
 
-    A column names the image of each row; null means no target. With a folder only, its images belong to the prompts by
+    A column names the image of each row; null means no target. With a folder only, an image belongs to the caption in
+    the file of its name, as x.png to x.txt; where there are no such files, images belong to the prompts by
     the index in their names, from 0 or from 1 without gaps: 0.png, image_0001.png, 2-a-red-circle.png; hidden files and
     files without an image's ending are left out. With neither, no prompt has a target.
 
@@ -107,7 +108,8 @@ def pair_targets(
         _require_column(prompts, column)
         names = [_named_in_column(prompt, row, column) for row, prompt in enumerate(prompts, start=1)]
     elif folder is not None:
-        names = list(_images_by_index(folder, len(prompts)))
+        images = _images_of(folder)
+        names = list(_images_by_name(folder, images, prompts) or _images_by_index(folder, images, len(prompts)))
     else:
         return (None,) * len(prompts)
     parent = base if folder is None else folder
@@ -189,12 +191,34 @@ def _named_in_column(prompt: Prompt, row: int, column: str) -> str | None:
     return name_inside(value, place, folder="the folder of targets", empty=empty)
 
 
-def _images_by_index(folder: str, count: int) -> tuple[str, ...]:
-    names = [
+def _images_of(folder: str) -> list[str]:
+    return [
         name
         for name in list_input_folder(folder, place="data.targets")
         if name.lower().endswith(IMAGE_ENDINGS) and not name.startswith(".")
     ]
+
+
+def _images_by_name(folder: str, images: Sequence[str], prompts: Sequence[Prompt]) -> tuple[str, ...] | None:
+    """Return the image beside each prompt's own text file; None without such files, or if no image has their names."""
+    files = [str(prompt.columns.get("file_name", "")) for prompt in prompts]
+    if not all(file_ending(name) == ".txt" for name in files):
+        return None
+    named: dict[str, list[str]] = {}
+    for name in sorted(images):
+        named.setdefault(posixpath.splitext(name)[0], []).append(name)
+    stems = [name.removesuffix(".gz")[: -len(".txt")] for name in files]
+    if named.keys().isdisjoint(stems):
+        return None
+    for file, stem in zip(files, stems, strict=True):
+        found = named.get(stem, [])
+        if len(found) != 1:
+            what = ", ".join(found) or f"no image {stem}.*"
+            raise InputError(f"data.targets: {folder}", what, f"{file} has to have exactly one image of its name.")
+    return tuple(named[stem][0] for stem in stems)
+
+
+def _images_by_index(folder: str, names: Sequence[str], count: int) -> tuple[str, ...]:
     if len(names) != count:
         some = f" ({nearest_names('', names)})" if names else ""
         hint = f"The images pair with the {count} prompts by index: give exactly one per prompt, or name a column."

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from configs.loader import read_config
+from configs.loader import check_config, read_config
 from configs.schema import RunConfig
 from flows.preflight.doctor import examine
 from flows.preflight.inputs import check_inputs, run_checks
@@ -341,3 +341,22 @@ def test_a_reward_that_needs_ids_is_refused_where_none_are_sampled(
     found = list(token_problems(config, section, build_reward(section.reward, section.settings), section.label))
     assert [error.place for error in found] == places
     assert all("parameter a default" in error.hint for error in found)
+
+
+def test_a_share_of_the_prompts_is_held_out(tmp_path: Path) -> None:
+    path = prompt_file(tmp_path, "abc\ndba\ncab\nbad\nabc\n")
+    function = json.dumps([{"reward": "function", "settings": {"function": "data/sums/reward.py:right_sum"}}])
+    given = ("evaluate={share: 0.5, samples_per_prompt: 2}", f"rewards={function}", f"data={{prompts: {path}}}")
+    config = read_config(TINY_TEXT, [f"storage.root={tmp_path}/runs", *given])
+    files = read_prompt_files(config)
+    ((training,), (heldout,)) = (files.usable(part) for part in ("data", "evaluate"))
+    assert files.problems == ()
+    assert len({each.text for each in heldout.prompts}) == 2
+    assert len(training.prompts) + len(heldout.prompts) == 5
+    assert {each.text for each in training.prompts}.isdisjoint(each.text for each in heldout.prompts)
+    # What is stored names the prompts too, and is read as it was.
+    assert check_config(config.model_dump(mode="json")) == config
+    single = prompt_file(tmp_path, "abc\nabc\n", "single.txt")
+    only(refused(tmp_path, *given[:2], f"data={{prompts: {single}}}", config=TINY_TEXT), "evaluate.share", 0.5)
+    other = "data/prompts/letters_heldout.jsonl"
+    only(refused(tmp_path, f"evaluate={{share: 0.5, prompts: {other}}}", config=TINY_TEXT), "evaluate.share", 0.5)

@@ -248,3 +248,30 @@ class TestReadStatistics:
         assert forward == backward
         assert sum(means) != sum(means[::-1])
         assert forward[("a", "p")] == math.fsum(means) / 6
+
+
+class TestHeldOut:
+    def prompts(self, *texts: str) -> PromptSet:
+        return PromptSet(
+            "all", 1.0, tuple(Prompt(f"id{row}", text, {}) for row, text in enumerate(texts)), (None,) * len(texts)
+        )
+
+    @given(st.lists(st.integers(0, 30), min_size=2, max_size=40), st.floats(0.01, 0.99), st.randoms())
+    def test_a_prompt_is_on_one_side_whatever_the_order(self, rows: list[int], share: float, shuffle: Any) -> None:
+        chosen = self.prompts(*map(str, rows))
+        held = chosen.held_out(share)
+        away, kept = (
+            {each.text for each in chosen.without(part).prompts} for part in (held, {*range(len(rows))} - held)
+        )
+        assert away.isdisjoint(kept)
+        assert len(kept) == max(1, round(share * len({*rows})))
+        shuffle.shuffle(rows)
+        other = self.prompts(*map(str, rows))
+        assert {other.prompts[index].text for index in other.held_out(share)} == kept
+
+    def test_others_that_are_added_move_few(self) -> None:
+        texts = [str(number) for number in range(1000)]
+        few, many = self.prompts(*texts[:900]), self.prompts(*texts)
+        before, after = ({each.prompts[index].text for index in each.held_out(0.2)} for each in (few, many))
+        # Those of the lowest digests: of 180 fewer than a tenth give place.
+        assert len(before & after) > 160

@@ -1,4 +1,4 @@
-"""The size of a prompt's images, and its target: paired by index or by column, complete, and of the same aspect."""
+"""The size of a prompt's images, and its target: paired by name, index or column, complete, and of the same aspect."""
 
 import hashlib
 import io
@@ -16,7 +16,7 @@ from PIL import ExifTags, Image
 
 from grpo_core.errors import InputError
 from grpo_core.rollouts.streams import ImageSize
-from tasks.prompts.read import Prompt
+from tasks.prompts.read import Prompt, read_prompts
 from tasks.prompts.targets import TargetReference, load_target, pair_targets, read_sizes
 from tests.tasks.stage_calls import png
 
@@ -283,3 +283,25 @@ def test_a_target_of_another_aspect_is_refused_when_it_is_paired(tmp_path: Path,
     with pytest.raises(InputError) as caught:
         pair_targets(prompts("x"), folder=str(tmp_path), column=None, base="", sizes=[(320, 480)])
     assert caught.value.value == "target of 48x32 pixels"
+
+
+def test_images_beside_captions_belong_to_those_of_their_name(tmp_path: Path) -> None:
+    """Numbers in the names do not decide: here they are those of the other caption."""
+    for shade, (caption, image) in enumerate((("a cat", "b1.png"), ("a dog", "a0.jpg"), ("a bird", "c.v2.png"))):
+        (tmp_path / image).with_suffix(".txt").write_text(caption)
+        (tmp_path / image).write_bytes(png(shade))
+    (tmp_path / "without-a-caption.png").write_bytes(png(9))
+    prompts = read_prompts(tmp_path).prompts
+
+    def paired() -> dict[str, str]:
+        references = pair_targets(prompts, folder=str(tmp_path), column=None, base="")
+        return {prompt.text: Path(each.uri).name for prompt, each in zip(prompts, references, strict=True) if each}
+
+    assert paired() == {"a cat": "b1.png", "a dog": "a0.jpg", "a bird": "c.v2.png"}
+    (tmp_path / "a0.png").write_bytes(png(1))
+    with pytest.raises(InputError, match=r"a0\.jpg, a0\.png"):
+        paired()
+    (tmp_path / "a0.png").unlink()
+    (tmp_path / "b1.png").unlink()
+    with pytest.raises(InputError, match="no image b1"):
+        paired()
