@@ -98,7 +98,7 @@ def test_a_score_depends_on_its_sample_and_siblings_alone(
 OF_NETWORKS = ["lpips", "clip_score", "aesthetic", "pickscore", "hpsv2", "diversity", "diversity by lpips"]
 
 
-@pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-5), ("bfloat16", 0.05)])
+@pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-5), ("bfloat16", 0.1)])
 @pytest.mark.parametrize("name", OF_NETWORKS)
 def test_a_network_scores_batches_as_it_scores_samples_alone(
     name: str, dtype: str, apart: float, settings: Mapping[str, Mapping[str, object]]
