@@ -243,9 +243,13 @@ def training_parts(
         phases=frozenset() if offloaded else update,
         offloaded=offloaded,
     )
+    sampling = frozenset[Phase]({"sampling" if stream == "tokens" else "decoding"})
+    plain = choice.lora is not None and not choice.lora.use_dora and choice.quantization is None
+    if plain and workload.dtype == "bfloat16":
+        # `adapter_products` keeps each value three times.
+        yield MemoryPart(f"{stream} adapters in bfloat16", 3 * count * BYTES["bfloat16"], phases=sampling)
     if workload.autocast is not None and each == BYTES["float32"]:
         # torch keeps what it casts of trained weights, for as long as autocast is on.
-        sampling = frozenset[Phase]({"sampling" if stream == "tokens" else "decoding"})
         cast = count * BYTES[workload.autocast]
         yield MemoryPart(f"{stream} weights in {workload.autocast}", cast, phases=update | sampling)
     activations = _activations(sizes, choice, workload)

@@ -103,6 +103,7 @@ class Found:
     places: dict[str, dict[str, float]] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
     attention: dict[str, int] = field(default_factory=dict)
+    exact_products: int = 0
 
 
 class Runner:
@@ -118,8 +119,8 @@ class Runner:
         self.settings: Any = policy_family(self.config.policy.kind).settings(self.config.rollout.model_dump())
         spec = ModelSpec(section=self.config.policy, digest="", adapter_seed=0, references=self.config.references)
         self.policy = load(spec, self.settings, torch.device(device))
-        for component in self.policy.components.values():
-            # On a GPU adapters are not merged while sampling, which rounds otherwise.
+        # On a GPU adapters are not merged while sampling, which rounds otherwise.
+        for component in self.policy.components.values() if device == "cpu" else ():
             component.trained.merged = nullcontext
 
     def sample(self, **changes: Any) -> list[RolloutGroup]:
@@ -251,8 +252,10 @@ def measure(family: Family) -> Found:
         found.failed = dict(values.failed)
     with HostValues(everything=False) as values:
         # Without values no trial passes.
-        Runner(family, "cuda", "policy.autocast=bfloat16", load=load_untried).sample()
+        in_16_bits = ("policy.dtype=bfloat16", "policy.lora={rank: 2, alpha: 4}")
+        Runner(family, "cuda", *in_16_bits, load=load_untried).sample()
         found.attention = {name: count for name, count in values.operations.items() if "attention" in name}
+        found.exact_products = values.exact_products
     return found
 
 

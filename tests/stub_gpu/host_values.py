@@ -47,6 +47,7 @@ _INDEXING = frozenset(
         aten._index_put_impl_.default,
     }
 )
+_PRODUCTS = (aten.mm.default, aten.addmm.default)
 _SET_STORAGE = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
 
 Site = tuple[str, str]
@@ -60,6 +61,7 @@ class HostValues(TorchDispatchMode):
         sites: how often the host waited, or copied from pageable memory, by place.
         lines: the last line at which it did.
         operations: how often each was called on the device.
+        exact_products: products of two matrices in fp32 among them.
         failed: operations that the CPU could not compute.
     """
 
@@ -67,6 +69,7 @@ class HostValues(TorchDispatchMode):
         super().__init__()
         self.everything = everything
         self.sites, self.operations, self.failed = Counter[Site](), Counter[str](), Counter[str]()
+        self.exact_products = 0
         self.lines: dict[Site, str] = {}
         self._mirror: dict[int, torch.UntypedStorage] = {}
         self._special: dict[Any, Callable[..., Any]] = {
@@ -99,6 +102,7 @@ class HostValues(TorchDispatchMode):
         special = self._special.get(func)
         if any(each.is_cuda for each in tensors_in((*args, *kwargs.values()))):
             self.operations[func._schema.name] += 1
+            self.exact_products += func in _PRODUCTS and args[-1].dtype == torch.float32
             if special is not None:
                 return special(func, args, kwargs)
         elif special == self._copy:

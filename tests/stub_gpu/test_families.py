@@ -41,6 +41,12 @@ def test_attention_while_sampling_is_never_that_of_cudnn(found: dict[str, Any], 
     assert not [name for name in kernels if "cudnn" in name]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_over_a_model_of_16_bits_are_multiplied_in_16_bits(found: dict[str, Any], family: str) -> None:
+    """No other layer of these models has weights in fp32."""
+    assert found[family]["exact_products"] == 0
+
+
 def test_what_takes_more_is_named_with_its_line() -> None:
     kept = {"counts": {"token": {"waits": 1.0, "launches": 7.0}}, "places": {"token": {"wait: item: a.py f": 1.0}}}
     places = {"wait: item: a.py f": 1.0, "wait: item: b.py g": 1.0}

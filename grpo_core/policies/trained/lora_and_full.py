@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,6 +138,10 @@ class LoraModel(TrainedModel):
         else:
             config = _stored_config(choice.adapter, settings)
         adapted = _with_adapters(base, config, choice)
+        # It imports peft, which takes seconds; most of what imports this package builds no adapters.
+        from grpo_core.policies.trained.adapter_products import use_bfloat16_products
+
+        use_bfloat16_products(adapted)
         if settings.init_lora_weights in MOVING and (tied := tied_layers(adapted)):
             hint = (
                 f"It moves a part of the weights of {', '.join(tied)} into an adapter, and other modules use them too "
@@ -184,9 +188,13 @@ class LoraModel(TrainedModel):
         refuse_differing(state, self._initial, "policy.lora", hint)
         set_peft_model_state_dict(self.model, state)
 
-    def merged(self) -> AbstractContextManager[None]:
-        """Return a context in which adapters are added to the weights, where that is exact enough."""
-        return merged_adapters(self.model)
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Add adapters to the weights inside, where that is exact enough; make what else depends on them alone once."""
+        from grpo_core.policies.trained.adapter_products import kept_factors
+
+        with merged_adapters(self.model), kept_factors(self.model):
+            yield
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
