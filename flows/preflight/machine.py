@@ -189,6 +189,12 @@ def describe_work(config: RunConfig) -> str:
     work = f"{counted(iterations, 'iteration')} sample {sampled}, and train on them"
     if torch.cuda.is_available() and "cpu" not in config.placement.devices:
         return work
-    return (
-        f"{work}; without a GPU all but the tiny models are slow, and a run says after two iterations how much is left"
-    )
+    dtype = config.policy.autocast or config.policy.dtype
+    slow = "" if _computes_in(dtype) else f"; this CPU has no instructions for {dtype}, so it takes many times as long"
+    left = "a run says after two iterations how much is left"
+    return f"{work}; without a GPU all but the tiny models are slow{slow}, and {left}"
+
+
+def _computes_in(dtype: str) -> bool:
+    name = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype)
+    return name is None or any(has for each, has in torch.cpu.get_capabilities().items() if name in each)

@@ -234,6 +234,10 @@ def test_the_work_is_said_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "20 iterations sample 640 completions of at most 64 tokens" in describe_work(laptop)
     assert "40 iterations sample 2,880 images of 64x64, each with 8 steps" in describe_work(tiny)
     assert "without a GPU" in describe_work(laptop)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": False, "avx512_fp16": True})
+    for dtype, slow in (("float32", False), ("bfloat16", True), ("float16", False)):
+        other = laptop.model_copy(update={"policy": laptop.policy.model_copy(update={"dtype": dtype})})
+        assert ("instructions for" in describe_work(other)) == slow
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert "without a GPU" not in describe_work(laptop)
 
