@@ -68,13 +68,15 @@ def all_machines(given: "RunConfig", *, progress: bool) -> Iterator[None]:
     from tasks.update.process import take_part_in_updates
 
     rendezvous = claim_rendezvous(os.environ)
+    # Each machine has devices of its own.
+    shared = given.model_dump(mode="json", exclude={"placement": {"devices", "torch_threads"}})
     if rendezvous is None or rendezvous.rank == 0:
-        with first_machine(rendezvous):
+        with first_machine(rendezvous, shared):
             yield
         return
 
     def take_part() -> None:
-        take_part_in_updates(Machines(rendezvous), given.placement)
+        take_part_in_updates(Machines(rendezvous, shared), given.placement)
 
     reporting(take_part, progress=progress)
     raise SystemExit(0)

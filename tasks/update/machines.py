@@ -10,17 +10,21 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from grpo_core.errors import InputError
+from configs.schema import changed_settings
+from grpo_core.errors import InputError, raise_all
 from tasks.execution.call import code_of
 from tasks.execution.errors import ErrorRecord, LostStageError, StageCancelledError
+from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.progress import log
 from tasks.update.job import SharedJob
 
@@ -69,6 +73,8 @@ class _Machine(BaseModel):
     host: str
     devices: int
     code: str
+    libraries: dict[str, str]
+    settings: dict[str, Any]  # of the configuration that it was started with
 
 
 class MachineJob(BaseModel):
@@ -84,10 +90,13 @@ class MachineJob(BaseModel):
 
 
 class Machines:
-    """The machines of a training, seen from one; each start of another has its own keys: `job`, `done`, `cancel`."""
+    """The machines of a training, seen from one; each start of another has its own keys: `job`, `done`, `cancel`.
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous = rendezvous
+    `settings` are those that all have to share, as JSON values.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, settings: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.rendezvous, self.settings = rendezvous, dict(settings)
         self._token, self._number = uuid.uuid4().hex, 0
         self._found: dict[int, _Machine] = {}
         with self._answering():
@@ -114,17 +123,45 @@ class Machines:
     # The first machine.
 
     def others(self) -> dict[int, int]:
-        """Return the other machines' numbers of devices once they are there; InputError if one has other code."""
-        ranks, own = range(1, self.rendezvous.count), code_of(_ROOTS)
+        """Return the other machines' numbers of devices once they are there; InputError if one differs from this."""
+        ranks, deadline = range(1, self.rendezvous.count), time.monotonic() + SECONDS_TO_ARRIVE
         if not self._found:
             log(f"waiting for {len(ranks)} other machines")
-            with self._answering():
-                self._found = {rank: _Machine.model_validate_json(self._store.get(f"machine/{rank}")) for rank in ranks}
-        for rank, machine in self._found.items():
-            if machine.code != own:
-                hint = "It has other code or libraries than the first machine; bring both to the same state."
-                raise InputError(f"machine {rank}", machine.host, hint)
+            found = {}
+            for rank in ranks:
+                while (text := self._read(f"machine/{rank}")) is None:
+                    if time.monotonic() > deadline:
+                        raise LostStageError(
+                            f"machine {rank} has not arrived in {SECONDS_TO_ARRIVE:g} s; what it printed says why"
+                        )
+                    time.sleep(SECONDS_BETWEEN_CHECKS)
+                found[rank] = _Machine.model_validate_json(text)
+            self._found = found
+        raise_all(problem for rank, machine in self._found.items() for problem in self._differences(rank, machine))
         return {rank: machine.devices for rank, machine in self._found.items()}
+
+    def _differences(self, rank: int, machine: _Machine) -> Iterator[InputError]:
+        # As it would be read there: JSON has no infinity.
+        place, own = f"machine {rank}", _Machine.model_validate_json(self._own(0).model_dump_json())
+        libraries = changed_versions(own.libraries, machine.libraries)
+        if libraries or machine.code != own.code:
+            which = f"other versions of libraries ({', '.join(libraries)})" if libraries else "other code"
+            yield InputError(place, machine.host, f"It has {which} than the first machine; bring both to the same.")
+        if settings := changed_settings(own.settings, machine.settings):
+            hint = (
+                f"It was started with other settings than the first machine: {'; '.join(settings)}. Give all the same."
+            )
+            yield InputError(place, machine.host, hint)
+
+    def _own(self, devices: int) -> _Machine:
+        return _Machine(
+            token=self._token,
+            host=socket.gethostname(),
+            devices=devices,
+            code=code_of(_ROOTS),
+            libraries=library_versions(),
+            settings=self.settings,
+        )
 
     def post(self, job: MachineJob) -> int:
         """Have the other machines take part in a job; return its number."""
@@ -167,8 +204,7 @@ class Machines:
 
     def arrive(self, devices: int) -> None:
         """Tell the first machine that this one is there, with so many devices."""
-        machine = _Machine(token=self._token, host=socket.gethostname(), devices=devices, code=code_of(_ROOTS))
-        self._write(f"machine/{self.rendezvous.rank}", machine.model_dump_json())
+        self._write(f"machine/{self.rendezvous.rank}", self._own(devices).model_dump_json())
 
     def next_job(self) -> MachineJob | None:
         """Wait for the next job; None once the training is done, LostStageError if it has failed."""
@@ -210,12 +246,12 @@ def machine_count() -> int:
 
 
 @contextlib.contextmanager
-def first_machine(rendezvous: Rendezvous | None) -> Iterator[None]:
-    """Have the updates of this context run on all machines; the others end at its end."""
+def first_machine(rendezvous: Rendezvous | None, settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
+    """Have the updates of this context run on all machines, which share these settings; the others end at its end."""
     if rendezvous is None:
         yield
         return
-    machines, failed = Machines(rendezvous), True
+    machines, failed = Machines(rendezvous, settings), True
     token = _MACHINES.set(machines)
     try:
         yield

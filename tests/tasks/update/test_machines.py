@@ -18,6 +18,7 @@ from grpo_core.errors import InputError
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.devices import DeviceProcess, DeviceProcesses
 from tasks.execution.errors import LostStageError, StageCancelledError, record_of
+from tasks.execution.fingerprint import library_versions
 from tasks.execution.resources import resource, run_resources
 from tasks.progress import listen
 from tasks.storage.artifacts.store import ArtifactStore, described, use_store
@@ -144,18 +145,34 @@ def test_restarted_machines_find_each_other(
     assert found.number == number
 
 
-def test_other_code_is_refused(
-    store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"code": "0" * 64}, "other code than the first"),
+        ({"code": "0" * 64, "libraries": {"torch": "1.0"}}, f"torch {library_versions()['torch']} -> 1.0"),
+        ({"settings": {"run": {"seed": 1}, "data": {"prompts": "b"}}}, "data.prompts a -> b; run.seed 0 -> 1."),
+    ],
+)
+def test_a_machine_that_differs_is_named_with_what_differs(
+    store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous], changed: dict[str, Any], said: str
 ) -> None:
-    second = Machines(places[1])
-    monkeypatch.setattr("tasks.update.machines.code_of", lambda roots: "0" * 64)
-    second.arrive(1)
-    monkeypatch.undo()
-    with pytest.raises(InputError) as caught, first_machine(places[0]):
+    settings = {"run": {"seed": 0}, "data": {"prompts": "a"}}
+    second = Machines(places[1], settings)
+    second._write("machine/1", second._own(1).model_copy(update=changed).model_dump_json())
+    with pytest.raises(InputError) as caught, first_machine(places[0], settings):
         UpdateGroup().lead([], shared_job(store, tmp_path), lambda done, total: None)
-    assert caught.value.place == "machine 1"
+    assert (caught.value.place, caught.value.value) == ("machine 1", socket.gethostname())
+    assert said in caught.value.hint
     with pytest.raises(LostStageError, match="has failed"):
         second.next_job()
+
+
+def test_a_machine_that_does_not_come_is_named(
+    places: tuple[Rendezvous, Rendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.update.machines.SECONDS_TO_ARRIVE", 0.2)
+    with pytest.raises(LostStageError, match=r"machine 1 has not arrived in 0\.2 s"):
+        Machines(places[0]).others()
 
 
 def test_the_others_end_where_torchrun_has_ended(places: tuple[Rendezvous, Rendezvous]) -> None:
