@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -106,13 +106,32 @@ def signature_of(function: Callable[..., object]) -> inspect.Signature | None:
         return None
 
 
+@contextlib.contextmanager
+def keeping_folder() -> Iterator[None]:
+    """Return to the folder in which the first of the calls under way began, whatever a user's code changes to.
+
+    The folder is the whole process's: a call that began in one that another had changed to would return to that.
+    """
+    with _CHANGING:
+        _FOLDERS.append(_FOLDERS[0] if _FOLDERS else os.getcwd())
+    try:
+        yield
+    finally:
+        with _CHANGING:
+            os.chdir(_FOLDERS.pop())
+
+
+_CHANGING = threading.Lock()
+_FOLDERS: list[str] = []
+
+
 @functools.lru_cache(maxsize=64)
 def _build(place: str, reference: str, arguments: str, factory: bool, digest: str, state: str) -> UserFunction:
     function, given = find_function(place, reference), arguments
     if factory:
         named = function
         try:
-            with contextlib.chdir(os.curdir):
+            with keeping_folder():
                 made: object = named(**json.loads(arguments))
         except (Exception, SystemExit) as error:  # whatever a user's code raises is reported with its place
             where = _origin(error, _code_of(place, reference, named).co_filename)
@@ -134,7 +153,7 @@ def _import(place: str, reference: str) -> tuple[UserCode, ModuleType, str]:
         raise InputError(place, reference, f"There is no file {file}. Give its path, from where grpo is started.")
     try:
         code = follow_code(reference)
-        with contextlib.chdir(os.curdir):
+        with keeping_folder():
             return code, *import_code(code)
     except (Exception, SystemExit) as error:  # whatever a user's code raises is reported with its place
         missing = error.name if isinstance(error, ModuleNotFoundError) else None

@@ -1,6 +1,8 @@
 """The code of a user's function: what it imports counts, what counts is what runs, and folders stay apart."""
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +17,7 @@ from grpo_core.losses.settings import custom_loss_digest, load_custom_loss
 from grpo_core.rewards.functions.reward import FunctionReward
 from grpo_core.rewards.reward import provenance_of
 from grpo_core.user_code.files import follow_code
-from grpo_core.user_code.functions import UserFunction, load_function
+from grpo_core.user_code.functions import UserFunction, keeping_folder, load_function
 from tests.grpo_core.rewards.functions.conftest import texts
 
 
@@ -304,3 +306,16 @@ def test_an_error_of_a_neighbour_has_its_place_and_is_over_once_it_is_mended(tmp
     write(tmp_path, HELPER)
     assert FunctionReward(function=reference).preflight() == []
     assert score(reference) == 1.0
+
+
+def test_calls_at_once_leave_the_folder_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins where the first has gone to, and ends after it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with contextlib.ExitStack() as second:
+        with keeping_folder():
+            os.chdir("elsewhere")
+            second.enter_context(keeping_folder())
+        assert Path.cwd() == tmp_path
+        os.chdir("elsewhere")
+    assert Path.cwd() == tmp_path

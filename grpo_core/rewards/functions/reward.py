@@ -4,14 +4,12 @@ It is called and its answer is read as in TRL 1.16's GRPOTrainer (``_calculate_r
 list entry per sample.
 """
 
-import contextlib
 import copy
 import inspect
 import itertools
 import json
 import math
 import numbers
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -33,6 +31,7 @@ from grpo_core.user_code.functions import (
     REFERENCE,
     UserFunction,
     find_function,
+    keeping_folder,
     load_function,
     shown_error,
     signature_of,
@@ -261,7 +260,7 @@ def _rgb_copies(sample_ids: Sequence[str], images: Sequence[Image.Image | None],
 
 
 def _call(function: UserFunction, keywords: Mapping[str, object]) -> object:
-    with contextlib.chdir(os.curdir):
+    with keeping_folder():
         answer = function.run(keywords)
         answer = run_awaitable(answer) if inspect.isawaitable(answer) else answer
         if not isinstance(answer, Iterator):
