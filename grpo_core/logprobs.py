@@ -13,9 +13,9 @@ from grpo_core.rollouts.actions import TokenSupport
 from grpo_core.rollouts.records import ActionLogprobs, Entropies
 
 CHUNK_TOKENS = 256
-_KEPT_CHUNKS = 4
+KEPT_CHUNKS = 4
 # Values at a time of which more is computed: those of a processor's cache, and as many as a GPU needs to be busy.
-_CPU_BLOCK, _GPU_BLOCK = 1 << 18, 1 << 24
+_CPU_BLOCK, GPU_BLOCK = 1 << 18, 1 << 24
 
 Head = Callable[[Tensor], Tensor]
 
@@ -97,7 +97,7 @@ def score_hidden(
         _score_chunk, head, vocabulary=vocabulary, temperature=temperature, forbidden=forbidden, entropy=entropy
     )
     # With a support, a chunk takes more than twice the memory.
-    kept = len(chunks) - (_KEPT_CHUNKS if support is None else 1)
+    kept = len(chunks) - (KEPT_CHUNKS if support is None else 1)
     scored = [(_without_keeping if place < kept else _call)(score, *chunk) for place, chunk in enumerate(chunks)]
     logprobs, entropies = torch.cat(scored, 1)
     if entropy != "differentiable":
@@ -143,7 +143,7 @@ def _score_chunk(
 
 
 def _block_rows(values: Float[Tensor, "tokens ids"]) -> int:
-    block = _CPU_BLOCK if values.device.type == "cpu" else _GPU_BLOCK
+    block = _CPU_BLOCK if values.device.type == "cpu" else GPU_BLOCK
     return max(1, block // values.shape[-1])
 
 

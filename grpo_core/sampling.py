@@ -10,6 +10,9 @@ from grpo_core.rollouts.actions import TokenSupport
 from grpo_core.seeds import make_generator
 from grpo_core.settings import Truncation
 
+TOKENS_PER_LOOK = 8
+"""Tokens that a GPU samples before the host looks what they are."""
+
 _BLOCK = 1024
 
 
@@ -91,10 +94,12 @@ class SupportRecorder:
 
     def add(self, possible: Bool[Tensor, "rows time vocab"], rows: Sequence[int]) -> None:
         """Record the next tokens of these rows, ascending; the others, and tokens without possible ids, get none."""
-        counts, index = possible.sum(-1).cpu(), torch.tensor(rows, dtype=torch.long)
+        # A sum over the ids would take eight bytes for each of them on a GPU.
+        places = possible.flatten().nonzero()[:, 0].cpu()
+        tokens, ids = places // possible.shape[-1], (places % possible.shape[-1]).to(torch.int32)
+        counts = tokens.bincount(minlength=len(rows) * possible.shape[1]).view(len(rows), -1)
         everyone = torch.zeros(self._batch, possible.shape[1], dtype=torch.long)
-        self._counts.append(everyone.index_put((index,), counts))
-        ids = (possible.flatten().nonzero()[:, 0] % possible.shape[-1]).to("cpu", torch.int32)
+        self._counts.append(everyone.index_put((torch.tensor(rows, dtype=torch.long),), counts))
         self._ids.append(dict(zip(rows, ids.split(counts.sum(-1).tolist()), strict=True)))
 
     def support(self, time: int) -> TokenSupport:

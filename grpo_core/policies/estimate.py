@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import torch
 
-from grpo_core.logprobs import CHUNK_TOKENS
+from grpo_core.logprobs import CHUNK_TOKENS, GPU_BLOCK, KEPT_CHUNKS
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.sizes import ComponentSizes, ModelSizes, Phase, count_parameters, shown_count
 from grpo_core.policies.trained.quantization import BYTES_IN_4_BITS
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.rollouts.streams import PIXELS_AT_ONCE, ImageSize, Stream
+from grpo_core.sampling import TOKENS_PER_LOOK
 
 GIB, MIB = 1024**3, 1024**2
 ERROR_MARGIN = 0.15
@@ -30,9 +31,6 @@ _KEPT_BY_BLOCK = {4: 92, 2: 78}
 _MADE_BY_BLOCK = 16
 """Values that a block's forward pass has at once, for each position and unit of hidden width; a backward pass has their
 gradients too."""
-
-_SCORED_ID = 26
-"""Bytes for each id that a token can be: fp32 log-probs with two gradients, entropies and a stored support."""
 
 _STATE_BYTES = 2
 """States are stored in 16 bits."""
@@ -248,12 +246,13 @@ def training_parts(
     if plain and workload.dtype == "bfloat16":
         # `adapter_products` keeps each value three times.
         yield MemoryPart(f"{stream} adapters in bfloat16", 3 * count * BYTES["bfloat16"], phases=sampling)
+    cast, activations = 0, _activations(sizes, choice, workload)
     if workload.autocast is not None and each == BYTES["float32"]:
-        # torch keeps what it casts of trained weights, for as long as autocast is on.
+        # torch keeps what it casts of trained weights, for as long as autocast is on: not in an optimizer step.
         cast = count * BYTES[workload.autocast]
-        yield MemoryPart(f"{stream} weights in {workload.autocast}", cast, phases=update | sampling)
-    activations = _activations(sizes, choice, workload)
-    name, size = ("activations", activations) if activations >= step else ("optimizer step", step)
+    passes = activations + cast >= step
+    yield MemoryPart(f"{stream} weights in {workload.autocast}", cast, phases=sampling | update if passes else sampling)
+    name, size = ("activations", activations) if passes else ("optimizer step", step)
     yield MemoryPart(f"{stream} {name}", size, phases=update)
 
 
@@ -269,17 +268,40 @@ def _activations(sizes: ComponentSizes, choice: TrainingChoice, workload: Worklo
     block = values * (2 * _MADE_BY_BLOCK * b + (_KEPT_BY_BLOCK[b] if again else 0))
     scored, head = rows * sizes.scored, 0 if choice.lora else sizes.vocabulary * sizes.width * b
     whole = 2 * scored * sizes.vocabulary * b if sizes.whole_logits else 0
-    logits = 3 * scored * sizes.width * b + min(scored, CHUNK_TOKENS) * _SCORED_ID * sizes.vocabulary + whole + head
+    logits = 3 * scored * sizes.width * b + _logits(sizes, scored, b) + whole + head
     return kept * (b if again else _KEPT_BY_BLOCK[b]) + max(block, logits)
 
 
+def _logits(sizes: ComponentSizes, scored: int, b: int) -> int:
+    """Return what the ids that the scored tokens can be take: log-probs that are kept, and what a chunk makes of them.
+
+    With a support, log-probs are normalised a second time after its mask, and of one chunk only they are kept.
+    """
+    chunk = min(scored, CHUNK_TOKENS) * sizes.vocabulary
+    kept = (4 + 4 + 1) * chunk if sizes.truncated else 4 * min(scored, KEPT_CHUNKS * CHUNK_TOKENS) * sizes.vocabulary
+    # The head's output and its quotient by the temperature; afterwards three values of an entropy, block by block.
+    return kept + max((b + 4) * chunk, 3 * 4 * min(chunk, GPU_BLOCK))
+
+
+def _drawn(settings: Any, b: int) -> int:
+    """Return the bytes of an id that a token can be while it is drawn: a logit, its log-prob and its probability.
+
+    Where the distribution is cut, the ids that are left wait as masks, and each cut has values of its own; a nucleus is
+    sorted, by ids of eight bytes.
+    """
+    if not getattr(settings, "truncates", False):
+        return b + 4 + 4
+    cut = 4 + 40 if settings.top_p < 1 else 4 + 4 + 4 + 4 * (settings.min_p > 0)
+    return b + TOKENS_PER_LOOK + cut
+
+
 def _sampling(sizes: ModelSizes, settings: Any, workloads: Mapping[Stream, Workload]) -> Iterator[MemoryPart]:
-    """Yield the key-value cache, one step's logits with their fp32 and fp64 sums, and the largest tensors of images."""
+    """Yield the key-value cache, what a token is drawn from, and the largest tensors of images."""
     workload = next(iter(workloads.values()))
     rows, b = workload.prompts_per_batch * workload.group_size, BYTES[workload.dtype]
     # Under autocast too: keys that are rotated, and the values beside them, are of the weights' dtype again.
     yield MemoryPart("key-value cache", rows * sizes.cached * b, phases=frozenset({"sampling"}))
-    yield MemoryPart("sampling distribution", rows * sizes.head * (b + 4 + 4 * 8), phases=frozenset({"sampling"}))
+    yield MemoryPart("sampling distribution", rows * sizes.head * _drawn(settings, b), phases=frozenset({"sampling"}))
     images = min(getattr(settings, "decode_batch_size", 0), max(each.group_size for each in workloads.values()))
     pixels = images * sizes.image_pixels
     # The autoencoder has about four tensors of its block before the last.

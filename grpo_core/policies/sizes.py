@@ -25,6 +25,7 @@ class ComponentSizes:
         passes: over a row that one backward pass goes through: noisy steps, twice with classifier-free guidance.
         scored: tokens of a row that are scored; 0 for denoising; vocabulary: ids that they can be.
         whole_logits: all logits are computed at once, because another operation follows the output head.
+        truncated: ids are cut by top-k, top-p or min-p, so that tokens are scored with a support.
         encoder_values: hidden values of a row in all blocks of an encoder that is trained too; 0 without one.
     """
 
@@ -36,6 +37,7 @@ class ComponentSizes:
     scored: int = 0
     vocabulary: int = 0
     whole_logits: bool = False
+    truncated: bool = False
     encoder_values: int = 0
 
 
@@ -107,12 +109,14 @@ def cached_values(config: Any) -> int:
     return int(2 * config.num_hidden_layers * heads * head_dim)
 
 
-def token_sizes(trained: TrainedModel, text: Any, prompt: int, tokens: int, **others: Any) -> ComponentSizes:
+def token_sizes(
+    trained: TrainedModel, text: Any, settings: Any, prompt: int, tokens: int, **others: Any
+) -> ComponentSizes:
     """Return the sizes of a language model by its configuration, or with `others` in place of its vocabulary and so on.
 
     The last of the tokens that are sampled at most is never fed back.
     """
-    sizes = {"vocabulary": text.vocab_size, **others}
+    sizes = {"vocabulary": text.vocab_size, "truncated": settings.truncates, **others}
     return ComponentSizes(
         trained, text.hidden_size, text.num_hidden_layers, prompt + tokens - 1, scored=tokens, **sizes
     )

@@ -75,7 +75,8 @@ class HostValues(TorchDispatchMode):
         self._special: dict[Any, Callable[..., Any]] = {
             aten._local_scalar_dense.default: self._item,
             aten.lift_fresh.default: self._lift,
-            aten.equal.default: self._equal,
+            aten.equal.default: self._compared,
+            aten.allclose.default: self._compared,
             aten.convolution.default: self._convolution,
             aten.convolution_backward.default: self._convolution_backward,
             aten._to_copy.default: self._copy,
@@ -134,9 +135,15 @@ class HostValues(TorchDispatchMode):
 
     def _read(self, tensor: Tensor) -> Tensor:
         value = self._seen(tensor)
-        return (
-            torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype) if value is None else value.clone()
-        )
+        if value is not None:
+            return value.clone()
+        if tensor.numel() <= _SMALL:
+            return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype)
+        unknown = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if tensor.dtype == torch.bool:
+            # Of as many ids few are not cut.
+            unknown.view(-1)[0] = True
+        return unknown
 
     def _placed(self, value: Tensor) -> Tensor:
         made = torch.empty(value.shape, dtype=value.dtype, device="cuda")
@@ -223,11 +230,12 @@ class HostValues(TorchDispatchMode):
         self._keep(args[0], stub.last_sent(args[0]))
         return func(*args)
 
-    def _equal(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-        self._count("wait: equal")
-        func(*args)
-        values = [self._seen(each) for each in args]
-        return any(each is None for each in values) or torch.equal(*values)
+    def _compared(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether tensors are alike, as those of unknown values are taken to be."""
+        self._count(f"wait: {func._schema.name.removeprefix('aten::')}")
+        func(*args, **kwargs)
+        values = [self._seen(each) for each in tensors_in(args)]
+        return any(each is None for each in values) or func(*self._on_cpu(args, self._seen), **kwargs)
 
     def _copy(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         result = self._plain(func, args, kwargs)

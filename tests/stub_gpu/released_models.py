@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 import data
 from tests.grpo_core.policies.diffusers import tiny_pipelines
@@ -19,6 +20,7 @@ _TINY = Path(data.__file__).parent / "models"
 _GLM_IMAGE = Path(data.__file__).parents[1] / "grpo_core" / "policies" / "glm_image" / "released"
 _DEPTHS = ("num_layers", "num_hidden_layers", "depth")
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_SHARD_BYTES = 8 << 30
 
 
 def write_model(name: str, folder: Path, dtype: torch.dtype, *, blocks: int | None = None) -> None:
@@ -51,8 +53,8 @@ def write_model(name: str, folder: Path, dtype: torch.dtype, *, blocks: int | No
         file = folder / part / "config.json"
         merged = _merged(json.loads(file.read_text()), values)
         file.write_text(json.dumps(merged if blocks is None else _cut(merged, blocks)))
-    for weights in folder.rglob("*.safetensors"):
-        _write_holes(weights, _network(weights.parent), dtype)
+    for weights in list(folder.rglob("*.safetensors")):
+        _write_shards(weights, _network(weights.parent), dtype)
 
 
 def _merged(own: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -75,11 +77,33 @@ def _network(folder: Path) -> nn.Module:
         return kind(kind.config_class.from_pretrained(folder))
 
 
-def _write_holes(file: Path, network: nn.Module, dtype: torch.dtype) -> None:
-    """Write a header of safetensors, and seek to the end of what it names."""
-    header, end = {}, 0
+def _write_shards(file: Path, network: nn.Module, dtype: torch.dtype) -> None:
+    """Write files with an index, or one if it is small: none can be mapped that is larger than the machine's memory."""
+    shards, size = list[dict[str, Tensor]](), _SHARD_BYTES
     saved = {id(value): (name, value) for name, value in reversed(network.state_dict(keep_vars=True).items())}
     for name, value in saved.values():
+        count = value.numel() * dtype.itemsize
+        if size + count > _SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = value
+        size += count
+    if len(shards) == 1:
+        _write_holes(file, shards[0], dtype)
+        return
+    file.unlink()
+    names = [f"{file.stem}-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    places = {name: shard for shard, values in zip(names, shards, strict=True) for name in values}
+    index = {"metadata": {}, "weight_map": places}
+    file.with_name(f"{file.name}.index.json").write_text(json.dumps(index))
+    for shard, values in zip(names, shards, strict=True):
+        _write_holes(file.with_name(shard), values, dtype)
+
+
+def _write_holes(file: Path, values: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Write a header of safetensors, and seek to the end of what it names."""
+    header, end = {}, 0
+    for name, value in values.items():
         begin, end = end, end + value.numel() * dtype.itemsize
         header[name] = {"dtype": _DTYPES[dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()

@@ -197,7 +197,8 @@ class CausalLMFamily(PolicyFamily):
         quantized = count_quantized(model, ONE_NETWORK, {"": network}, choice.quantization, kind.outside)
         trained, tokens = self.train("tokens", network, choice, model), settings.max_completion_length
         whole = after_head(text)
-        component = token_sizes(trained, text, prompt, tokens, whole_logits=whole, encoder_values=encoder_values)
+        others = {"whole_logits": whole, "encoder_values": encoder_values}
+        component = token_sizes(trained, text, settings, prompt, tokens, **others)
         return ModelSizes(
             networks=counts,
             quantized={"weights": quantized[""]} if quantized else {},

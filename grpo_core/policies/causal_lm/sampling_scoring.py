@@ -19,7 +19,7 @@ from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.kv_cache import grow_in_place
 from grpo_core.rollouts.actions import Sources, TokenSupport
 from grpo_core.rollouts.records import ActionLogprobs, Entropies, SampledTokens
-from grpo_core.sampling import uniform_numbers
+from grpo_core.sampling import TOKENS_PER_LOOK, uniform_numbers
 
 
 def without_router_losses(model: Any) -> dict[str, bool]:
@@ -76,9 +76,9 @@ def sample_completions(
     if attention is not None:
         attention = nn.functional.pad(attention, (0, rule.max_tokens), value=1)
     positions = encoded.positions(rule.max_tokens)[..., rows, :]
-    written = Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device)
     step = None if step_by_step is None else step_by_step(model, cache, attention, positions)
-    between = tokens_per_look or (1 if logits.device.type == "cpu" else _TOKENS_PER_LOOK)
+    between = tokens_per_look or (1 if logits.device.type == "cpu" else TOKENS_PER_LOOK)
+    written = Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device, between)
     for index in range(rule.max_tokens):
         written.add(index, logits)
         last = index + 1 == rule.max_tokens
@@ -111,9 +111,6 @@ def sample_completions(
                 **plain,
             ).logits[:, -1]
     return written.sampled(prompts, sources, encoded.lengths[rows])
-
-
-_TOKENS_PER_LOOK = 8
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from grpo_core.logprobs import gather_logprobs, vocabulary_logprobs
@@ -56,7 +56,12 @@ class Written:
     """
 
     def __init__(
-        self, rows: int, rule: SamplingRule, uniforms: Float[Tensor, "batch time"], device: torch.device
+        self,
+        rows: int,
+        rule: SamplingRule,
+        uniforms: Float[Tensor, "batch time"],
+        device: torch.device,
+        tokens_per_look: int,
     ) -> None:
         self.rule, self.uniforms = rule, uniforms.to(device)
         self.ids = torch.zeros(rows, rule.max_tokens, dtype=torch.long, device=device)
@@ -67,7 +72,8 @@ class Written:
         self.active = torch.ones(rows, dtype=torch.bool, device=device)
         self.ends = torch.tensor(rule.ends, dtype=torch.long, device=device)
         self.recorder = SupportRecorder(rows) if rule.truncation.truncates else None
-        self.possible: list[Bool[Tensor, "rows vocab"]] = []
+        recorded = rows if rule.truncation.truncates else 0
+        self.possible = torch.empty(recorded, tokens_per_look, rule.vocabulary, dtype=torch.bool, device=device)
         self.looked_at = 0
         self.numbers = list(range(rows))  # of `rows`
         self.written: list[list[int]] = [[] for _ in range(rows)]  # only for stop texts
@@ -81,7 +87,7 @@ class Written:
         sampled = draw_tokens(distribution, self.uniforms[rows, index])
         if self.recorder is not None:
             # NaN stays: such a distribution was not cut, and its log-prob is refused by name later.
-            self.possible.append(distribution != -torch.inf)
+            torch.ne(distribution, -torch.inf, out=self.possible[: len(rows), index - self.looked_at])
         self.ids[rows, index] = torch.where(self.active, sampled, 0)
         self.logprobs[rows, index] = torch.where(self.active, gather_logprobs(distribution, sampled), 0.0)
         self.mask[rows, index] = self.active
@@ -95,9 +101,8 @@ class Written:
         if self.rule.stops:
             self._stop(self.rule.stops, new)
         if self.recorder is not None:
-            mask = self.mask[self.rows, new]
-            self.recorder.add(torch.stack(self.possible, 1) & mask.unsqueeze(-1), self.numbers)
-            self.possible = []
+            possible = self.possible[: len(self.rows), : new.stop - new.start]
+            self.recorder.add(possible.logical_and_(self.mask[self.rows, new].unsqueeze(-1)), self.numbers)
 
     def keep(self, places: Int[Tensor, " kept"]) -> None:
         """Leave the other rows as they are."""

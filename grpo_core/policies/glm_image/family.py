@@ -156,7 +156,7 @@ class GlmImageFamily(PolicyFamily):
         if choice := choices.get("tokens"):
             trained = self.train("tokens", networks[AUTOREGRESSIVE], choice, model)
             codes = config.vq_config.num_embeddings
-            components["tokens"] = memory.token_sizes(trained, text, PROMPT_TOKENS, tokens, vocabulary=codes)
+            components["tokens"] = memory.token_sizes(trained, text, settings, PROMPT_TOKENS, tokens, vocabulary=codes)
         if choice := choices.get("denoising"):
             trained = self.train("denoising", decoder, choice, model)
             passes = max(1, settings.sde_window_size) * (2 if settings.guidance_scale > 1 else 1)

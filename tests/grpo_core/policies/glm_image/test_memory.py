@@ -86,7 +86,7 @@ def sized(parts: Iterable[MemoryPart]) -> Mapping[str, int]:
 
 def training_of(trained: TrainedModel, config: Any, choice: TrainingChoice, dtype: Any) -> Mapping[str, int]:
     codes = config.vq_config.num_embeddings
-    sizes = token_sizes(trained, config.text_config, PROMPT, TOKENS, vocabulary=codes)
+    sizes = token_sizes(trained, config.text_config, SETTINGS, PROMPT, TOKENS, vocabulary=codes)
     return sized(training_parts("tokens", sizes, choice, dataclasses.replace(WORKLOAD, dtype=dtype)))
 
 
@@ -184,7 +184,9 @@ def test_autocast_keeps_its_copies_of_trained_weights_and_a_cache_in_32_bits() -
     choice, ids = choice_of(lora=False), torch.zeros(1, 8, dtype=torch.long)
     trained = trained_model(CONFIG, choice)
     workload = dataclasses.replace(WORKLOAD, autocast="bfloat16")
-    parts = sized(training_parts("tokens", token_sizes(trained, CONFIG.text_config, PROMPT, TOKENS), choice, workload))
+    parts = sized(
+        training_parts("tokens", token_sizes(trained, CONFIG.text_config, SETTINGS, PROMPT, TOKENS), choice, workload)
+    )
     kept, known = [], [*trained.model.parameters(), *trained.model.buffers(), ids]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), PeakBytes(known) as watched:
         for _ in range(2):
@@ -195,6 +197,24 @@ def test_autocast_keeps_its_copies_of_trained_weights_and_a_cache_in_32_bits() -
     assert kept[0] == kept[1]
     # Norms, embeddings and the vision tower are not cast.
     assert 0.5 < kept[0] / parts["tokens weights in bfloat16"] <= 1
+
+
+def test_what_autocast_casts_is_gone_before_the_optimizer_step() -> None:
+    """It makes a tensor of 4 bytes for each trained value, twice what autocast keeps of it beside activations."""
+    choice = choice_of(lora=False)
+    trained = trained_model(CONFIG, choice)
+    sizes = token_sizes(trained, CONFIG.text_config, SETTINGS, 1, 1, vocabulary=8)
+    step = 4 * sum(parameter.numel() for parameter in trained.trainable_parameters().values())
+    needed = []
+    for rows in (1, 8, 64, 512):
+        workload = dataclasses.replace(WORKLOAD, autocast="bfloat16", micro_batch_size=rows)
+        parts = [part for part in training_parts("tokens", sizes, choice, workload) if "tokens update" in part.phases]
+        needed.append(sum(part.bytes for part in parts if not part.exact))
+        named = sized(parts)
+        cast = 0 if "tokens optimizer step" in named else step // 2
+        assert named.get("tokens weights in bfloat16", 0) == cast
+    assert min(needed) == step < max(needed)
+    assert needed == sorted(needed)
 
 
 @torch.no_grad()
