@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/tiny.yaml")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object as the last line")]
 Memory = Annotated[bool, typer.Option("--memory", help="also show the estimate of GPU memory by part and by phase")]
-Load = Annotated[bool, typer.Option("--load", help="load the model, sample and score a little, and show what it took")]
+Load = Annotated[
+    bool, typer.Option("--load", help="load the model, sample, score and update a little, show what it took")
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one value, as section.key=value")
 ]

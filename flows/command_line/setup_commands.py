@@ -71,7 +71,8 @@ def doctor(
             diagnosis = diagnosis.with_problems("run", start_problems(checked))
         findings = [asdict(finding) for finding in diagnosis.findings]
         needed = diagnosis.memory.needed if diagnosis.memory else None
-        result = {"healthy": diagnosis.healthy, "findings": findings, "memory_bytes": needed}
+        loaded = asdict(diagnosis.loaded) if diagnosis.loaded else None
+        result = {"healthy": diagnosis.healthy, "findings": findings, "memory_bytes": needed, "loaded": loaded}
         print_result(diagnosis.report(tables=memory), result, as_json)
     if not diagnosis.healthy:
         raise typer.Exit(2)

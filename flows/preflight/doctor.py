@@ -10,6 +10,7 @@ from configs.schema import RunConfig
 from flows.preflight.engine import engine_notes
 from flows.preflight.files import prepare_hub
 from flows.preflight.inputs import CHECKS
+from flows.preflight.loaded import LoadedTrial, try_loaded
 from flows.preflight.machine import (
     Finding,
     compare_disk,
@@ -22,7 +23,7 @@ from flows.preflight.machine import (
     offloads,
     rewards_beside,
 )
-from flows.preflight.model import estimate_model, refuse_prompt_texts, source_of, try_loaded
+from flows.preflight.model import estimate_model, refuse_prompt_texts, source_of
 from flows.preflight.prompts import PromptFiles, read_prompt_files
 from flows.preflight.rewards import code_notes, try_functions
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
@@ -44,10 +45,15 @@ UNTRIED = "models like this one are not tried by this project's tests: `grpo doc
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The results of all checks, one verdict a subject, and the memory where the model's configuration can be read."""
+    """The results of all checks, one verdict a subject, and the memory where the model's configuration can be read.
+
+    Attributes:
+        loaded: what a loaded model took; None where none was loaded.
+    """
 
     findings: tuple[Finding, ...]
     memory: MemoryEstimate | None
+    loaded: LoadedTrial | None = None
 
     @property
     def healthy(self) -> bool:
@@ -67,8 +73,9 @@ class Diagnosis:
         problems = sum(not each.healthy for each in self.findings)
         notes.append(f"{counted(problems, 'problem')} to fix first" if problems else "ready to train")
         memory = self.memory if tables else None
-        estimate = [memory_table(memory)] if memory else []
-        return Report("", tables=estimate, notes=notes)
+        shown = [memory_table(memory)] if memory else []
+        shown += [self.loaded.table] if self.loaded else []
+        return Report("", tables=shown, notes=notes)
 
 
 def examine(
@@ -124,20 +131,18 @@ def examine(
             findings += _problems("model", unread.errors if unread is not None else ())
             if unread is None:
                 findings.append(Finding("weights", True, f"{config.policy.model}, which is checked once it is here"))
+    loaded = None
     if load and all(finding.healthy for finding in findings):
         report_progress(f"loading {config.policy.model}")
-        findings += _trial(config)
+        try:
+            loaded = try_loaded(config, prompts)
+            findings.append(Finding("trial", True, loaded.message, notes=loaded.notes))
+        except InputError as error:
+            findings += _problems("trial", error.errors)
     if all(finding.healthy for finding in findings if finding.subject == "storage"):
         findings.append(compare_disk(config, checkpoint, states, sizes))
     findings += [Finding("work", True, describe_work(config)), find_fonts(config, prompts), *_server(config)]
-    return Diagnosis(_one_verdict_each(findings, notes), memory)
-
-
-def _trial(config: RunConfig) -> list[Finding]:
-    try:
-        return [Finding("trial", True, try_loaded(config))]
-    except InputError as error:
-        return _problems("trial", error.errors)
+    return Diagnosis(_one_verdict_each(findings, notes), memory, loaded)
 
 
 def _prompt_length(config: RunConfig, prompts: PromptFiles) -> tuple[int | None, list[Finding]]:

@@ -1,7 +1,6 @@
 """Checks of the model that a run trains, and of the devices and processes that it runs on."""
 
 import re
-import time
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from typing import Literal
@@ -12,23 +11,22 @@ from configs.schema import RunConfig
 from configs.validation import error_at
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError, joined
-from grpo_core.policies.estimate import BYTES, GIB, MemoryEstimate, ModelEstimate, Workload, estimate_resources
+from grpo_core.policies.estimate import BYTES, MemoryEstimate, ModelEstimate, Workload, estimate_resources
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.component import refuse_unavailable_attention
 from grpo_core.policies.trained.offload import refuse_too_little_room
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.policies.trial import try_policy
 from grpo_core.rewards.model_reward import ModelReward
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rollouts.streams import ImageSize, Stream
 from grpo_core.seeds import derive_seed
 from grpo_core.update.optimizer import refuse_unavailable
 from grpo_core.update.optimizer_kinds import OPTIMIZERS
-from tasks.models.devices import configure_torch, refuse_missing_devices, torch_device
+from tasks.models.devices import refuse_missing_devices, torch_device
 from tasks.models.initial import initial_digest, local_source, training_choices
-from tasks.models.resident import ModelSpec, load_untried
+from tasks.models.resident import ModelSpec
 from tasks.runs.stored_policies import adapter_version
-from tasks.storage.artifacts.store import open_store, use_store
+from tasks.storage.artifacts.store import open_store
 from tasks.update.job import refuse_unequal_sources, refuse_unusable_placement
 from tasks.update.machines import machine_count
 
@@ -214,21 +212,6 @@ def with_memory(config: RunConfig, spec: ModelSpec) -> ModelSpec:
     beside = reward_device(config, moved.needed if offloads else kept.needed)
     together = kept.needed + (wanted if beside == "auto" else 0)
     return spec.model_copy(update={"memory": together, "reward_device": beside})
-
-
-def try_loaded(config: RunConfig) -> str:
-    """Load the model as a run does, try it, and say what was measured."""
-    spec, device = with_memory(config, trained_model(config)), configure_torch(config.placement)
-    use_store(open_store(config.storage, config.run.name))
-    begun = time.perf_counter()
-    policy = load_untried(spec, config.rollout, device)
-    measured = [f"loaded in {time.perf_counter() - begun:.1f} s"]
-    if (trial := try_policy(config.policy.kind, config.policy.model, policy)) is not None:
-        measured.append(f"tried in {trial.seconds:.1f} s, log-probs within {trial.difference:.2g} nats")
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / GIB
-        measured.append(f"at most {peak:.3g} GiB on {torch.cuda.get_device_name(device)}")
-    return ", ".join(measured)
 
 
 def source_of(config: RunConfig) -> str:

@@ -129,6 +129,15 @@ class TokenBatch(Rows):
             sources=join_sources([(len(batch), batch.sources) for batch in batches]),
         )
 
+    def repeated(self, times: int) -> "TokenBatch":
+        """Return longer rows, with the tokens of each this many times."""
+        support = self.support
+        if support is not None:
+            ids = [support.select([row]).ids.repeat(times) for row in range(len(self))]
+            support = TokenSupport(torch.cat(ids), support.counts.repeat(1, times))
+        longer = {name: getattr(self, name).repeat(1, times) for name in ("token_ids", "loss_mask")}
+        return replace(self, **longer, support=support)
+
     def trimmed(self) -> "TokenBatch":
         """Remove the trailing columns that are padding in every row; at least one column stays."""
         used = self.loss_mask.any(0).nonzero()

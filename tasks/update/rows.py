@@ -168,19 +168,15 @@ class Algorithm:
 
 
 def _by_ratios(training: Training) -> UpdateResult:
-    parity: ParitySection = training.settings.parity
-    summed = training.component.summed_values(training.rows.actions)
     others = [each for each in training.engines if each.engine != "policy"]
-    in_fp32 = training.in_fp32 and all(each.engine_dtype == "float32" for each in others)
-    rounding = None if in_fp32 or training.stream != "tokens" else _rounding(training, others)
     return update_policy(
         training.component,
         training.optimizer,
         training.rows,
         training.settings,
         seed=training.seed,
-        parity=parity.tolerance(
-            training.stream, in_fp32=in_fp32, summed_values=summed, by_engine=bool(others), rounding=rounding
+        parity=parity_tolerance(
+            training.component, training.rows, training.settings.parity, in_fp32=training.in_fp32, engines=others
         ),
         sampled_by=", ".join(map(str, others)) or None,
         process_group=training.process_group,
@@ -188,19 +184,34 @@ def _by_ratios(training: Training) -> UpdateResult:
     )
 
 
-def _rounding(training: Training, engines: Sequence[EngineRecord]) -> ParityTolerance:
-    """Return the tolerance of tokens that are sampled or scored in 16 bits."""
-    rows, component = training.rows, training.component
-    dtypes = {each.engine_dtype for each in engines}
-    unit = FP16 if training.in_fp32 and "bfloat16" not in dtypes else BF16
-    assert isinstance(rows.actions, TokenBatch), "steps of denoising have tolerances of their own"
-    stored = rows.rollout_logprobs[rows.actions.loss_mask]
-    return of_rounding(
-        stored,
-        blocks=component.blocks,
-        vocabulary=component.vocabulary,
-        temperature=rows.actions.temperature,
-        unit=unit,
+def parity_tolerance(
+    component: Any, rows: TrainingRows, parity: ParitySection, *, in_fp32: bool, engines: Sequence[EngineRecord] = ()
+) -> ParityTolerance:
+    """Return how far log-probs of these rows may be from the stored ones.
+
+    Args:
+        in_fp32: whether the model computes in fp32.
+        engines: that sampled the rows, other than the policy itself.
+    """
+    stream = rows.actions.stream
+    all_in_fp32 = in_fp32 and all(each.engine_dtype == "float32" for each in engines)
+    rounding = None
+    if not all_in_fp32 and stream == "tokens":
+        # The tolerance of tokens that are sampled or scored in 16 bits.
+        dtypes = {each.engine_dtype for each in engines}
+        unit = FP16 if in_fp32 and "bfloat16" not in dtypes else BF16
+        assert isinstance(rows.actions, TokenBatch), "steps of denoising have tolerances of their own"
+        stored = rows.rollout_logprobs[rows.actions.loss_mask]
+        rounding = of_rounding(
+            stored,
+            blocks=component.blocks,
+            vocabulary=component.vocabulary,
+            temperature=rows.actions.temperature,
+            unit=unit,
+        )
+    summed = component.summed_values(rows.actions)
+    return parity.tolerance(
+        stream, in_fp32=all_in_fp32, summed_values=summed, by_engine=bool(engines), rounding=rounding
     )
 
 

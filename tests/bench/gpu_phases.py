@@ -1,6 +1,5 @@
 """A policy on a GPU: what it samples and updates takes, beside the gate, doctor's estimate and the GPU's own limits."""
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,24 +12,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from configs.schema import RunConfig
-from grpo_core.collect import collect_rollouts, join_groups
-from grpo_core.parity import ParityTolerance, of_rounding
+from flows.preflight.measured import PhaseCosts, measure_rollouts, measure_update, requests_of
+from grpo_core.collect import join_groups
 from grpo_core.policies.estimate import GIB, PHASES, MemoryEstimate
+from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.sizes import Phase, cached_values
-from grpo_core.rollouts.actions import TokenBatch
-from grpo_core.rollouts.records import GroupRequest, RolloutGroup, TrainingRows
+from grpo_core.rollouts.records import RolloutGroup
 from grpo_core.rollouts.streams import Stream
-from grpo_core.update.optimizer import PolicyOptimizer
-from grpo_core.update.policy_update import update_policy
+from grpo_core.update.step import UpdateResult
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
-from tasks.rollouts.plan import plan_round
+from tasks.update.rows import parity_tolerance
 from tests.bench.page import Row
 from tests.bench.policy import SHAPE_PROMPTS
 
 GROUP_SIZE, ROWS = 8, (8, 32, 64)
 REPEATS = 5
-_UNLIMITED = ParityTolerance(math.inf, math.inf)
 _DIFFERENCE = "sampling/sampling_logp_difference"
 _PRODUCTS, _READ = "its products at this GPU's speed", "weights and cache at this GPU's bandwidth"
 
@@ -95,13 +92,13 @@ class Bench:
     """A loaded policy whose rollouts and updates are measured.
 
     Attributes:
-        seconds: by what took them, in order; whoever loads the policy adds that.
-        peaks: most bytes allocated, by phase.
+        seconds: of what is no phase, in order; whoever loads the policy adds that.
+        costs: of the phases.
     """
 
     def __init__(self, config: RunConfig, policy: Any, limits: Limits, memory: MemoryEstimate) -> None:
         self.config, self.policy, self.limits, self.memory = config, policy, limits, memory
-        self.seconds, self.peaks = dict[str, float](), dict[Phase, float]()
+        self.seconds, self.costs = dict[str, float](), PhaseCosts(torch.device("cuda"))
         self.tokens = getattr(policy, "tokens", policy.components.get("tokens"))
         self.denoiser = getattr(policy, "decoder", policy.components.get("denoising"))
         if self.denoiser is None:
@@ -128,12 +125,13 @@ class Bench:
             *parity, rate = self._updated(stream, groups)
             yield from parity
             rates.append(rate)
-        for phase, peak in self.peaks.items():
+        for phase, peak in self.costs.peaks.items():
             # The context is not in the allocator's figure.
             ours, estimated = (peak / GIB,), (self.memory.in_phase(phase) / GIB - 1,)
             what = f"most allocated: {PHASES[phase]}"
             yield Row(what=what, unit="GiB", ours=ours, peer="doctor's estimate", theirs=estimated, at_most=1.1)
-        for stage, seconds in self.seconds.items():
+        phases = {PHASES[phase]: seconds for phase, seconds in self.costs.seconds.items()}
+        for stage, seconds in (self.seconds | phases).items():
             yield Row(what=stage, unit="s", ours=(seconds,))
         for rows in ROWS if self.tokens else ():
             what = f"tokens sampled, {rows} rows"
@@ -143,37 +141,17 @@ class Bench:
             yield self._pass(largest)
         yield from rates
 
-    def _during(self, phase: Phase, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        begun = time.perf_counter()
-        result = work(*arguments, **options)
-        torch.cuda.synchronize()
-        self.seconds[PHASES[phase]] = time.perf_counter() - begun
-        self.peaks[phase] = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return result
-
     def _collected(self, prompts: int) -> list[RolloutGroup]:
         drawn = [DrawnPrompt("", Prompt(text, text, {}), None) for text in SHAPE_PROMPTS[:prompts]]
-        plan = plan_round(
-            drawn,
-            seed=0,
-            iteration=1,
-            sampling_round=1,
-            images_of_samples=self.config.images_of_samples,
-            shared_noise=False,
-            window_start=self.config.window_start(1),
-        )
-        requests: list[GroupRequest] = [plan.request(group) for group in plan.groups]
-        return list(collect_rollouts(self.policy, requests, prompts_per_batch=prompts))
+        modality = policy_family(self.config.policy.kind).modality
+        return measure_rollouts(self.costs, self.policy, requests_of(self.config, drawn), modality)
 
     def _sampled(self) -> tuple[list[RolloutGroup], _Pass | None]:
         """Sample one prompt, then a batch that counts; return its groups, and a pass of the denoising model if any."""
         prompts, largest = self.config.rollout.prompts_per_batch, list[_Pass]()
         if self.denoiser is None:
             self._collected(1)
-            return self._during("sampling", self._collected, prompts), None
+            return self._collected(prompts), None
 
         def keep(*call: Any) -> None:
             largest[:] = [max(*largest, _Pass(*call), key=lambda each: each.rows)] if largest else [_Pass(*call)]
@@ -181,52 +159,31 @@ class Bench:
         hook = self.denoiser.pipeline.transformer.register_forward_pre_hook(keep, with_kwargs=True)
         self._collected(1)
         hook.remove()
-        if self.tokens is None:
-            return self._during("decoding", self._collected, prompts), largest[0]
-        sample = self.tokens.sample
-        self.tokens.sample = partial(self._during, "sampling", sample)
-        groups = self._during("decoding", self._collected, prompts)
-        self.tokens.sample = sample
-        self.seconds[PHASES["decoding"]] -= self.seconds[PHASES["sampling"]]
-        return groups, largest[0]
+        return self._collected(prompts), largest[0]
 
     def _updated(self, stream: Stream, groups: Sequence[RolloutGroup]) -> Iterator[Row]:
         """Update twice on a minibatch: parity is that of the first, seconds and memory are those of the second."""
         component, settings = self.policy.components[stream], self.config.updates[stream]
         rows = join_groups(groups, torch.linspace(-1, 1, len(groups[0].outputs)).repeat(len(groups), 1), stream)
         rows = rows.select(range(min(len(rows), settings.rows_per_step(len(rows)))))
-        if settings.ema is not None:
-            component.trained.keep("ema")
-        optimizer = PolicyOptimizer(component.trainable_parameters(), settings)
-        once: Any = settings.model_copy(update={"minibatch_size": len(rows), "epochs": 1})
-        update = partial(update_policy, component, optimizer, rows, once, seed=0, parity=_UNLIMITED)
-        with _Flop() as flop:
-            result = update()
+        flop = _Flop()
+
+        def counted(update: Callable[[], UpdateResult]) -> UpdateResult:
+            with flop:
+                return update()
+
+        result = measure_update(self.costs, component, rows, settings, first=counted)
         phase: Phase = "tokens update" if stream == "tokens" else "denoising update"
-        self._during(phase, update)
-        allowed, count = self._tolerance(stream, rows), int(rows.actions.loss_mask.sum())
+        parity: Any = settings.parity  # type: ignore[union-attr]
+        allowed = parity_tolerance(component, rows, parity, in_fp32=False)
+        count = int(rows.actions.loss_mask.sum())
         noun, sizes = "token" if stream == "tokens" else "step", f"{len(rows)} rows of {count // len(rows)}"
         for name, limit in (("max", allowed.max_difference), ("mean", allowed.mean_difference)):
             what, ours = f"parity of {stream}, {name}, {sizes}", (result.before[f"{_DIFFERENCE}/{name}"],)
             yield Row(what=what, unit="nats", ours=ours, peer="the gate's tolerance", theirs=(limit,), at_most=1.0)
-        ours, limits = (count / self.seconds[PHASES[phase]],), (count / flop.total * self.limits.flop_per_second,)
+        ours, limits = (count / self.costs.seconds[phase],), (count / flop.total * self.limits.flop_per_second,)
         what = f"{PHASES[phase]}, {sizes}"
         yield Row(what=what, unit=f"{noun}s/s", ours=ours, peer=_PRODUCTS, theirs=limits)
-
-    def _tolerance(self, stream: Stream, rows: TrainingRows) -> ParityTolerance:
-        component: Any = self.policy.components[stream]
-        actions, rounding = rows.actions, None
-        if isinstance(actions, TokenBatch):
-            rounding = of_rounding(
-                rows.rollout_logprobs[actions.loss_mask],
-                blocks=component.blocks,
-                vocabulary=component.vocabulary,
-                temperature=actions.temperature,
-            )
-        parity: Any = self.config.updates[stream].parity  # type: ignore[union-attr]
-        summed = component.summed_values(actions)
-        found: ParityTolerance = parity.tolerance(stream, in_fp32=False, summed_values=summed, rounding=rounding)
-        return found
 
     def _tokens(self, what: str, rows: int) -> Row:
         """Sample rows; a token has to read each weight of the blocks and of the head once, and the cache so far."""

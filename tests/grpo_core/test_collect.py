@@ -173,6 +173,15 @@ def test_the_support_of_a_row_goes_with_it() -> None:
     assert len(nobody.ids) == 0
 
 
+def test_repeated_rows_have_their_tokens_and_supports_again() -> None:
+    longer = TokenBatch(("a", "b", "c"), IDS, MASK, 1.0, SUPPORT).repeated(2)
+    assert longer.token_ids.tolist() == [[0, 1, 0, 1], [2, 3, 2, 3], [4, 5, 4, 5]]
+    assert longer.loss_mask.tolist() == [[True] * 4, [True, False, True, False], [True] * 4]
+    assert longer.support is not None
+    assert longer.support.ids.tolist() == [5, 6, 7, 5, 6, 7, 8, 8, 9, 10, 9, 10]
+    assert longer.support.counts.tolist() == [[2, 1, 2, 1], [1, 0, 1, 0], [1, 1, 1, 1]]
+
+
 def test_padding_at_the_end_of_every_row_is_cut_off() -> None:
     mask = torch.tensor([[True, False, False], [True, True, False]])
     support = TokenSupport(torch.tensor([3, 4, 5]), torch.tensor([[1, 0, 0], [1, 1, 0]]))

@@ -6,7 +6,6 @@ import pytest
 
 from tests.stub_gpu.conftest import Program
 
-
 CONFIGS = ("tiny", "tiny_text", "tiny_sd3", "tiny_grounding", "tiny_edit", "tiny_sd3_nft", "tiny_both")
 
 

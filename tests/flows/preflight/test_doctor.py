@@ -28,6 +28,7 @@ from flows.command_line.main import application
 from flows.preflight.doctor import TRIED, UNTRIED, examine
 from flows.preflight.engine import engine_notes
 from flows.preflight.inputs import CHECKS, check_inputs
+from flows.preflight.measured import PhaseCosts, measure_run
 from flows.preflight.model import trained_model
 from flows.preflight.prompts import read_prompt_files
 from grpo_core.errors import InputError
@@ -152,8 +153,17 @@ def test_what_adapters_leave_out_is_said(tmp_path: Path) -> None:
 def test_the_model_is_loaded_and_tried_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A type that the tests do not try says so; a fault that only its weights show is found before a run, and by it."""
     config = read_config(TINY_TEXT, (f"storage.root={tmp_path}/runs",))
-    (trial,) = (each for each in examine(config, load=True).findings if each.subject == "trial")
+    diagnosis = examine(config, load=True)
+    (trial,) = (each for each in diagnosis.findings if each.subject == "trial")
     assert (trial.healthy, "log-probs within" in trial.message) == (True, True)
+    assert diagnosis.loaded is not None
+    assert [(each.phase, each.allocated) for each in diagnosis.loaded.phases] == [
+        ("sampling", None),
+        ("tokens update", None),
+    ]
+    (parity,) = diagnosis.loaded.parity
+    # A cache and one pass round differently.
+    assert 0 < parity.mean < parity.most < 1e-5 < parity.allowed.mean_difference
     monkeypatch.setattr("grpo_core.policies.causal_lm.model_types.TRIED", frozenset())
     (model,) = (each for each in examine(config).findings if each.subject == "model")
     assert model.notes == (UNTRIED,)
@@ -170,6 +180,36 @@ def test_the_model_is_loaded_and_tried_if_asked(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(InputError, match=r"scoring differ by 0\.01.* Found \d+ s after.*grpo doctor --load") as caught:
         load_policy(spec, config.rollout, torch.device("cpu"))
     assert caught.value.place == "policy.model"
+
+
+def test_what_a_loaded_model_takes_is_measured_without_a_change_of_it() -> None:
+    """Both components are updated, by a learning rate of 0."""
+    config = read_config(REPOSITORY / "configs" / "tiny_both.yaml", ("rollout.prompts_per_batch=1",))
+    policy = load_policy(trained_model(config), config.rollout, torch.device("cpu"))
+    before = {
+        (stream, name): value.clone()
+        for stream, component in policy.components.items()
+        for name, value in component.trainable_parameters().items()
+    }
+    measured = measure_run(config, read_prompt_files(config), policy, torch.device("cpu"))
+    assert [*measured.costs.seconds] == ["sampling", "decoding", "tokens update", "denoising update"]
+    assert all(
+        torch.equal(before[stream, name], value)
+        for stream, component in policy.components.items()
+        for name, value in component.trainable_parameters().items()
+    )
+    assert {each.stream: each.most > each.allowed.max_difference for each in measured.parity} == {
+        "tokens": False,
+        "denoising": False,
+    }
+
+
+def test_seconds_of_a_phase_are_without_those_of_one_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([0.0, 1.0, 4.0, 9.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    costs = PhaseCosts(torch.device("cpu"))
+    costs.during("decoding", lambda: costs.during("sampling", lambda: None))
+    assert (costs.seconds, costs.peaks) == ({"sampling": 3.0, "decoding": 6.0}, {})
 
 
 @pytest.mark.parametrize(
