@@ -22,6 +22,12 @@ class _FittingSizes(dict[tuple[str, str, int], int]):
     """Batch sizes that fit after a larger one had failed, by run, setting and configured size."""
 
 
+_OTHERS = {
+    "rollout.prompts_per_batch": "rollout.decode_batch_size, or the group size",
+    "update.micro_batch_size": "turn on policy.gradient_checkpointing",
+}
+
+
 def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: Callable[[int], R]) -> R:
     """Call a function with a batch size, and once more with half of it if the device's memory is too small.
 
@@ -39,8 +45,8 @@ def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: 
             message = str(error).partition(". ")[0]
             if current == smallest:
                 hint = (
-                    f"The device's memory is too small for it ({message}). Lower it, the image or completion size, or "
-                    "the group size; or turn on policy.gradient_checkpointing if an update fails."
+                    f"The device's memory is too small for {title} ({message}). Lower it, or the image or completion "
+                    f"size, or {_OTHERS[setting]}: docs/first_gpu.md."
                 )
                 raise InputError(setting, current, hint) from error
         # Outside of the except clause, since the error keeps frames and their tensors alive.

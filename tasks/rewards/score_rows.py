@@ -150,7 +150,7 @@ def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> l
     # A broken image gets the lowest value of every reward that applies to it.
     scores = [
         Score(0.0, None) if row.get("defect") is not None and score != NOT_APPLICABLE else score
-        for score, row in zip(score_samples(reward, batch), chosen, strict=True)
+        for score, row in zip(_scored(reward, section, batch), chosen, strict=True)
     ]
     share = (time.perf_counter() - begun) / max(1, len(wanted))
     by_index = dict(zip(wanted, scores, strict=True))
@@ -167,6 +167,22 @@ def score_rows(reward: Reward, section: RewardSection, rows: Sequence[Row]) -> l
         }
         for index, (sample_id, score) in enumerate(cells)
     ]
+
+
+def _scored(reward: Reward, section: RewardSection, batch: ScoringBatch) -> list[Score]:
+    """Score a batch; InputError with the settings to change where the memory of a GPU is too small."""
+    try:
+        return score_samples(reward, batch)
+    except RuntimeError as error:
+        # Only a network of torch runs out of a GPU's memory; other rewards do not import it.
+        import torch
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        message = str(error).partition(". ")[0]
+        hint = f"The GPU's memory is too small for this reward ({message}). Lower settings.batch_size of the reward, "
+        hint += "or compute it with settings.device cpu, or on another GPU."
+        raise InputError(f"rewards.{section.label}", len(batch), hint) from error
 
 
 def _scoring_batch(rows: Sequence[Row], others: Sequence[Mapping[str, Any]]) -> ScoringBatch:

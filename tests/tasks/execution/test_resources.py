@@ -67,8 +67,10 @@ def test_the_half_is_remembered_for_the_run_and_the_setting() -> None:
 @pytest.mark.parametrize("size", [1, 9])
 def test_one_stage_is_halved_once_and_for_no_other_error(size: int) -> None:
     with pytest.raises(InputError) as caught:
-        halve_on_out_of_memory("update", "run", SETTING, size, runs_out_above(0))
+        halve_on_out_of_memory("iteration 3: update", "run", SETTING, size, runs_out_above(0))
     assert (caught.value.place, caught.value.value) == (SETTING, max(1, size // 2))
+    assert "for iteration 3: update (CUDA out of memory)" in caught.value.hint
+    assert "gradient_checkpointing" in caught.value.hint
 
     def call(size: int) -> str:
         raise RuntimeError("size mismatch")

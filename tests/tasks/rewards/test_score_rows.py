@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from configs.placement import PlacementSection
 from configs.scoring import RewardSection
 from grpo_core.errors import InputError
+from grpo_core.rewards.registry import build_reward
 from tasks.execution.child_process import ChildProcesses
 from tasks.execution.resources import resource
 from tasks.rewards.score_rewards import score_reward_task
+from tasks.rewards.score_rows import score_rows
 from tasks.rewards.scores import score_again
 from tasks.runs.layout import SamplingRound, source_file
 from tasks.storage.artifacts.reference import ArtifactRef
@@ -83,3 +86,21 @@ def test_a_damaged_image_is_refused_by_who_looks_at_it(sourced: RunMaker, reds: 
         # It names images, which are those in the prompts here.
         with pytest.raises(InputError, match=digest):
             score_red(sourced.store, {"function": f"{tmp_path / 'blind.py'}:score"})
+
+
+def test_a_network_that_has_no_room_on_its_gpu_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    reward, section = build_reward("answer", {}), RewardSection(reward="answer")
+    row = {"sample_id": "s", "group_id": "g", "dataset": "d", "columns": "{}", "prompt": "p", "completion": "c"}
+
+    def fails(error: Exception) -> None:
+        def score(self: Any, batch: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(type(reward), "score", score)
+        score_rows(reward, section, [row])
+
+    with pytest.raises(InputError, match=r"too small for this reward \(CUDA out of memory\).*batch_size") as caught:
+        fails(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert (caught.value.place, caught.value.value) == ("rewards.answer", 1)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        fails(RuntimeError("size mismatch"))
