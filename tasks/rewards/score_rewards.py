@@ -224,7 +224,8 @@ def score_reward_task(
         samples = _shard(everything, part)
         wanted = samples_to_score(section, samples, known["sample_id"])
         if wanted:
-            refuse_lost(store, rollouts, joined_folder(f"{folder}/{section.label}"), IMAGES_REMOVED)
+            place = joined_folder(f"{folder}/{section.label}")
+            refuse_lost(store, rollouts, place, IMAGES_REMOVED, as_read=True)
         report_progress = progress_of(f"{title}: score {section.label}", len(wanted))
         meant = in_scope(section, everything).select("sample_id", provenance=pl.lit(provenance))
         whose = source, wanted, store, rollouts.run, folders

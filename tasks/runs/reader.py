@@ -256,9 +256,14 @@ def _shown(names: Iterable[str]) -> list[str]:
     return [name for name in names if not fnmatchcase(name, layout.STATES)]
 
 
-def refuse_lost(store: ArtifactStore, rollouts: ArtifactRef, folder: str, needed: str) -> None:
-    """Raise InputError if a folder's artifact is in quarantine and the part of rollouts for it was pruned."""
-    pruned = store.pruned_reason(rollouts)
+def refuse_lost(
+    store: ArtifactStore, rollouts: ArtifactRef, folder: str, needed: str, *, as_read: bool = False
+) -> None:
+    """Raise InputError if a folder's artifact is in quarantine and the part of rollouts for it was pruned.
+
+    With `as_read` this process has just read the rollouts.
+    """
+    pruned = store.pruned_reason(rollouts, as_read=as_read)
     if pruned is None or needed not in removed_by(pruned):
         return
     names = {folder, store.manifest_path(folder)}

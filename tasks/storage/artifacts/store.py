@@ -4,17 +4,19 @@ import contextlib
 import functools
 import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsspec.implementations.memory import MemoryFileSystem
 
 from grpo_core.errors import InputError
-from tasks.process import map_in_threads
+from tasks.process import in_threads, map_in_threads
 from tasks.progress import log
 from tasks.storage.artifacts.files import GIB, ArtifactFiles, ReadCache, default_cache
 from tasks.storage.artifacts.reference import (
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from configs.placement import StorageSection
 
 RUN_FILE = "run.json"
+_REMEMBERED = 64  # manifests; a stage reads a few
 _READING = threading.Lock()
 
 
@@ -61,6 +64,7 @@ class ArtifactStore(RunFolder):
         protocol = self.filesystem.protocol
         near = _WITHOUT_CACHE & ({protocol} if isinstance(protocol, str) else set(protocol))
         self.files = ArtifactFiles(self.filesystem, cache or (None if near else default_cache()))
+        self._latest: OrderedDict[str, Manifest] = OrderedDict()  # by path, as this process wrote or read them
 
     def manifest_path(self, place: str) -> str:
         """Return where the manifest of the artifact in this folder of the filesystem is."""
@@ -99,6 +103,7 @@ class ArtifactStore(RunFolder):
     def write_manifest(self, folder: str, manifest: Manifest, scratch: Path, *, create: bool = False) -> bool:
         """Write a manifest in one step under the commit lock; with `create`, False if a bucket has one meanwhile."""
         path = self.manifest_path(self.path(folder))
+        self._note(path, manifest)
         if not create or is_local(self.filesystem):
             write_file_atomically(self.filesystem, path, manifest.content, scratch=scratch)
             return True
@@ -117,8 +122,10 @@ class ArtifactStore(RunFolder):
     def _present(self, folder: str) -> list[str]:
         # The manifest is first: without it the folder is no artifact.
         names = [self.manifest_path(folder), folder]
-        # A bucket is asked two things to know that there is nothing of a name, and one to know that there is no folder.
-        looks = [self.filesystem.exists, self.filesystem.exists if is_local(self.filesystem) else self.filesystem.isdir]
+        # A bucket is asked two things, one after the other, to know that there is nothing of a name, but one to know
+        # that there is no folder or that a file has no content.
+        local, exists = is_local(self.filesystem), self.filesystem.exists
+        looks = [exists, exists] if local else [lambda path: self._read(path) is not None, self.filesystem.isdir]
         found = map_in_threads(lambda look: bool(look[0](self.path(look[1]))), list(zip(looks, names, strict=True)))
         return [name for name, exists in zip(names, found, strict=True) if exists]
 
@@ -185,27 +192,53 @@ class ArtifactStore(RunFolder):
     def _read_files(
         self, place: str, reference: ArtifactRef, folder: Path | None, without: Sequence[str]
     ) -> str | None:
-        manifest = self.inspect(place, reference, only=())
+        path = self.manifest_path(place)
+        if (known := self._latest.get(path)) is not None and folder is not None and not is_local(self.filesystem):
+            # The files of what is most likely still there are looked at while the manifest is read again.
+            look = partial(self.files.fetch, place, known, folder, _needed(known, without))
+            manifest, damage = in_threads(partial(self.inspect, place, reference, only=()), look)
+            if isinstance(manifest, Manifest) and manifest.content == known.content:
+                return damage
+        else:
+            manifest = self.inspect(place, reference, only=())
         if isinstance(manifest, str):
             return manifest
+        self._note(path, manifest)
         if manifest.pruned is not None and not manifest.files:
             said = {name: value for name, value in manifest.pruned.items() if name != LINEAGE}
             deleted = f"Its files were deleted by `{said.get('by', 'grpo prune')}`. Choose one that is kept; or remove"
             hint = f"{deleted} {self.manifest_path(place)} and start the run again, which makes it again."
             raise PrunedArtifactError(reference.uri, said, hint)
-        needed = [name for name in manifest.files if not any(fnmatchcase(name, pattern) for pattern in without)]
+        needed = _needed(manifest, without)
         if is_local(self.filesystem):
             return self.files.damage(place, manifest, needed)
         assert folder is not None, "a remote artifact needs a local folder"
         return self.files.fetch(place, manifest, folder, needed)
 
-    def pruned_reason(self, reference: ArtifactRef) -> Mapping[str, Any] | None:
-        """Return what was deleted from an artifact and why, or None; StaleReferenceError if it is another."""
+    def _note(self, path: str, manifest: Manifest) -> None:
+        """Remember what a process will probably read next."""
+        self._latest[path] = manifest
+        self._latest.move_to_end(path)
+        while len(self._latest) > _REMEMBERED:
+            self._latest.popitem(last=False)
+
+    def pruned_reason(self, reference: ArtifactRef, *, as_read: bool = False) -> Mapping[str, Any] | None:
+        """Return what was deleted from an artifact and why, or None; StaleReferenceError if it is another.
+
+        With `as_read` as this process has just read it, without another look.
+        """
+        known = self._latest.get(self.manifest_path(f"{self.root}/{reference.uri}")) if as_read else None
+        if known is not None and known.matches(reference):
+            return known.pruned
         with translate_remote_errors(self.filesystem, self.root):
             manifest = self.inspect(self._place_of(reference), reference, only=())
         if isinstance(manifest, str):
             raise StaleReferenceError(f"{reference.uri}: {manifest}")
         return manifest.pruned
+
+
+def _needed(manifest: Manifest, without: Sequence[str]) -> list[str]:
+    return [name for name in manifest.files if not any(fnmatchcase(name, pattern) for pattern in without)]
 
 
 def lineage_of(store: RunFolder, folder: str) -> str | None:

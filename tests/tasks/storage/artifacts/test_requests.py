@@ -8,7 +8,7 @@ import pytest
 from s3fs import S3FileSystem
 
 from tasks.storage.artifacts.commit import commit_artifact
-from tasks.storage.artifacts.reference import ArtifactRef
+from tasks.storage.artifacts.reference import ArtifactRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, use_store
 from tasks.storage.prefect_results import decode_reference, encode_reference, record_stage, recorded_stage
 from tests.tasks.storage.made_artifacts import FOLDER, another, moved
@@ -47,17 +47,17 @@ def in_a_row(monkeypatch: pytest.MonkeyPatch) -> InARow:
     return chain
 
 
-def commit(store: ArtifactStore, digest: str = "d") -> ArtifactRef:
+def commit(store: ArtifactStore, digest: str = "d", files: int = FILES) -> ArtifactRef:
     with store.staging() as staged:
-        for number in range(FILES):
+        for number in range(files):
             (staged / f"{number}.bin").write_bytes(f"{digest} {number}".encode())
         return commit_artifact(store, staged, FOLDER, digest=digest, rows=1, seconds=1.0, metrics={})
 
 
 def test_their_number_does_not_grow_with_the_files(remote: ArtifactStore, in_a_row: InARow, tmp_path: Path) -> None:
     reference = commit(remote)
-    # One after the other these were more than two a file.
-    assert in_a_row.count() < FILES
+    # The place, the files, the manifest.
+    assert in_a_row.count() == 3
     record_stage(remote, "key", reference)
     assert in_a_row.count() == 1
     assert recorded_stage(another(remote), "key") == reference
@@ -70,3 +70,19 @@ def test_their_number_does_not_grow_with_the_files(remote: ArtifactStore, in_a_r
     reader.local_files(reference, tmp_path / "fetched")
     assert in_a_row.count() < FILES
     assert moved(remote) == []
+
+
+def test_what_this_process_has_written_is_verified_in_one(remote: ArtifactStore, in_a_row: InARow) -> None:
+    reference = commit(remote, files=1)
+    in_a_row.count()
+    with remote.reading() as read:
+        assert (read(reference) / "0.bin").read_bytes() == b"d 0"
+    assert in_a_row.count() == 1
+    assert remote.pruned_reason(reference, as_read=True) is None
+    assert in_a_row.count() == 0
+    # Another process changes it.
+    other = another(remote)
+    other.clear_place(FOLDER)
+    commit(other, "e", files=1)
+    with pytest.raises(StaleReferenceError), remote.reading() as read:
+        read(reference)
