@@ -10,6 +10,7 @@ import json
 import shutil
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +44,31 @@ class VllmServers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._servers: dict[str, Server] = {}
+        self._copies: Counter[Path] = Counter()  # of adapters, made by this process, and how many stages use each
+
+    @contextmanager
+    def copied(self, folder: Path, target: Path) -> Iterator[Path]:
+        """Give a copy of an adapter where servers read it; it is removed once no server of this process has it loaded.
+
+        A copy that another process has made stays.
+        """
+        with self._lock:
+            if _copied(folder, target) or target in self._copies:
+                self._copies[target] += 1
+        try:
+            yield target
+        finally:
+            with self._lock:
+                if target in self._copies:
+                    self._copies[target] -= 1
+            self._remove_copies()
+
+    def _remove_copies(self) -> None:
+        with self._lock:
+            loaded = {name for server in self._servers.values() for name in server.loaded}
+            for copy in [each for each, uses in self._copies.items() if not uses and each.name not in loaded]:
+                shutil.rmtree(copy, ignore_errors=True)
+                del self._copies[copy]
 
     def of(self, section: VllmSection, command: Sequence[str] = ()) -> Sequence[Server]:
         """Return the servers of a configuration, or the one that the run starts with this complete command.
@@ -67,11 +93,13 @@ class VllmServers:
         return servers
 
     def close(self) -> None:
-        """Unload what this process has loaded."""
+        """Unload what this process has loaded, and remove its copies, also those of servers that do not answer."""
         for server in self._servers.values():
             # It may have ended before this process, or answer nobody any more.
             with contextlib.suppress(ServiceError, TimeoutError):
                 run_awaitable(asyncio.wait_for(server.unload_all(), SECONDS_TO_UNLOAD))
+            server.loaded.clear()
+        self._remove_copies()
 
 
 class PoliciesWithoutWeights:
@@ -174,7 +202,8 @@ def _served_adapter(policy: PolicyRef, model: ModelSpec, section: VllmSection) -
             return
         name = adapter_name(store.run, policy.digest)
         if section.adapter_folder is not None:
-            folder = _copied(folder, Path(section.adapter_folder).expanduser() / name)
+            target = Path(section.adapter_folder).expanduser() / name
+            folder = stack.enter_context(resource(VllmServers).copied(folder, target))
         elif policy.checkpoint is not None and not is_local(store.filesystem):
             hint = "A server reads no bucket: give a folder that this machine and the server see under one path."
             raise InputError(f"{PLACE}.adapter_folder", None, hint)
@@ -182,10 +211,13 @@ def _served_adapter(policy: PolicyRef, model: ModelSpec, section: VllmSection) -
         yield Adapter(name, str(folder.absolute()))
 
 
-def _copied(folder: Path, target: Path) -> Path:
-    """Copy an adapter to where servers read it, complete or not at all; its name has its digest."""
+def _copied(folder: Path, target: Path) -> bool:
+    """Copy an adapter to where servers read it, complete or not at all, and say whether this call did.
+
+    Its name has its digest.
+    """
     if target.is_dir():
-        return target
+        return False
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{uuid.uuid4().hex}.part")
     partial.mkdir()
@@ -194,9 +226,10 @@ def _copied(folder: Path, target: Path) -> Path:
             shutil.copyfile(folder / name, partial / name)
         partial.rename(target)
     except OSError:
-        # Another stage may have copied it meanwhile.
+        # Another process may have copied it meanwhile.
         if not target.is_dir():
             raise
+        return False
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return target
+    return True

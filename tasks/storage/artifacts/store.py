@@ -197,6 +197,7 @@ class ArtifactStore(RunFolder):
             # The files of what is most likely still there are looked at while the manifest is read again.
             look = partial(self.files.fetch, place, known, folder, _needed(known, without))
             manifest, damage = in_threads(partial(self.inspect, place, reference, only=()), look)
+            assert damage is None or isinstance(damage, str)
             if isinstance(manifest, Manifest) and manifest.content == known.content:
                 return damage
         else:

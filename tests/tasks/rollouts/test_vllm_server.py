@@ -25,7 +25,9 @@ from configs.scoring import RewardSection
 from configs.training import ParitySection
 from grpo_core.errors import InputError
 from grpo_core.parity import ParityError
+from grpo_core.policies.engines.vllm_server import Server
 from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from grpo_core.services import Service
 from tasks.execution import server_process
 from tasks.execution.errors import LostStageError
 from tasks.execution.resources import run_resources
@@ -332,15 +334,44 @@ def test_stages_that_copy_one_adapter_at_once_share_it(tmp_path: Path, monkeypat
     def interrupted(source: Path, copy: Path) -> None:
         monkeypatch.setattr(shutil, "copyfile", copyfile)
         # Another stage begins and ends meanwhile.
-        assert vllm._copied(tmp_path / "own", target) == target
+        assert vllm._copied(tmp_path / "own", target)
         copyfile(source, copy)
 
     monkeypatch.setattr(shutil, "copyfile", interrupted)
-    assert vllm._copied(tmp_path / "own", target) == target
+    assert not vllm._copied(tmp_path / "own", target)
     assert {path.name: path.read_text() for path in target.iterdir()} == {
         name: name for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE)
     }
     assert list(target.parent.iterdir()) == [target]
+
+
+def test_copies_of_adapters_go_with_what_servers_have_loaded(tmp_path: Path) -> None:
+    own, shared, servers = tmp_path / "own", tmp_path / "shared", vllm.VllmServers()
+    own.mkdir()
+    for name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
+        (own / name).write_text(name)
+    server = Server(Service("http://127.0.0.1:1", 1.0, None, PLACE), "model", "model", 64, "1")
+    servers._servers["here"] = server
+    (shared / "of another process").mkdir(parents=True)
+
+    def left() -> set[str]:
+        return {path.name for path in shared.iterdir()} - {"of another process"}
+
+    with servers.copied(own, shared / "first") as first:
+        with servers.copied(own, shared / "first"):
+            assert (first / ADAPTER_FILE).read_text() == ADAPTER_FILE
+        assert left() == {"first"}
+        server.loaded.append("first")
+    with servers.copied(own, shared / "second"), servers.copied(own, shared / "of another process"):
+        server.loaded.append("second")
+    assert left() == {"first", "second"}
+    server.loaded.remove("first")
+    with servers.copied(own, shared / "third"):
+        assert left() == {"first", "second", "third"}
+    assert left() == {"second"}
+    # The server has ended.
+    servers.close()
+    assert [path.name for path in shared.iterdir()] == ["of another process"]
 
 
 def test_a_server_that_answers_nobody_holds_no_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
