@@ -100,6 +100,7 @@ def read_run(reader: RunReader, shown: int | None = None) -> RunView:
 
     `shown` is an iteration; None for the last one with advantages, or without one the last that has any stage.
     """
+    reader.list_files()
     iterations, policies = _find_iterations(reader)
     evaluations = {version: _find_stages(reader, layout.evaluation_folder(version)) for version in reader.evaluations()}
     chosen = _choose_shown(iterations) if shown is None else shown

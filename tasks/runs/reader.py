@@ -79,9 +79,27 @@ class RunReader:
         self.unverified = 0  # number of artifacts that were too large to verify
         # Verifying a remote artifact means fetching it, so only shown ones are verified.
         self._budget = VERIFIED_BYTES if is_local(store.filesystem) else 0
+        self._sizes: dict[str, int] = {}  # of the run's files, of a bucket that was listed
+        self._folders: dict[str, set[str]] | None = None  # names in each folder, of a bucket that was listed
+
+    def list_files(self) -> None:
+        """List a bucket's files of the run at once; what follows asks neither for names, nor for what is there."""
+        filesystem = self.store.filesystem
+        if is_local(filesystem):
+            return
+        root = str(filesystem._strip_protocol(self.store.path()))
+        found = filesystem.find(root, detail=True)
+        self._sizes = {path.removeprefix(root).strip("/"): int(each["size"] or 0) for path, each in found.items()}
+        self._folders = {}
+        for path in self._sizes:
+            *folders, _ = parts = path.split("/")
+            for depth in range(len(folders) + 1):
+                self._folders.setdefault("/".join(parts[:depth]), set()).add(parts[depth])
 
     def names(self, folder: str = "") -> list[str]:
         """List the sorted names in a folder of the run; empty where there is no such folder."""
+        if self._folders is not None:
+            return sorted(self._folders.get(folder, ()))
         try:
             found = self.store.filesystem.ls(self.store.path(folder), detail=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -194,7 +212,9 @@ class RunReader:
         if manifest.pruned is not None:
             self.pruned[folder] = manifest.pruned
         places = [f"{folder}/{file}" for file in manifest.files]
-        missing = [place for place in places if not self.store.filesystem.exists(self.store.path(place))]
+        # What was written since the files were listed is asked for.
+        unseen = [place for place in places if place not in self._sizes]
+        missing = [place for place in unseen if not self.store.filesystem.exists(self.store.path(place))]
         for place in missing:
             self.report_damage(place, "it is missing")
         return None if missing else StoredArtifact(reference, manifest)
@@ -230,8 +250,8 @@ class RunReader:
         folder = artifact.reference.folder
         if (folder, artifact.reference.sha256) in self.memory.verified:
             return True
-        paths = [self.store.path(f"{folder}/{name}") for name in _shown(artifact.manifest.files)]
-        size = sum(self.store.filesystem.size(path) or 0 for path in paths)
+        places = [f"{folder}/{name}" for name in _shown(artifact.manifest.files)]
+        size = sum(self._sizes.get(each) or self.store.filesystem.size(self.store.path(each)) or 0 for each in places)
         if size > self._budget:
             self.unverified += 1
             return True

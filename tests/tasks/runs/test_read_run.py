@@ -4,10 +4,14 @@ import io
 import json
 import random
 import statistics
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tasks.metrics import pool_rounds, stage_metrics
 from tasks.runs.layout import STAGES, SamplingRound, StoredEvaluation
@@ -336,3 +340,37 @@ def test_means_and_deviations_are_those_of_all_scored_samples_together() -> None
             "rewards/a/null": 4.0,
         }
     )
+
+
+def test_a_bucket_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, bucket = whole_run(tmp_path), MemoryFileSystem()
+    near = Path(made.store.path())
+    root = f"/{tmp_path.name}"
+    bucket.put(str(near), f"{root}/{near.name}", recursive=True)
+    asked: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., Any]:
+        real = getattr(MemoryFileSystem, name)
+
+        def call(*given: Any, **options: Any) -> Any:
+            asked[name] += 1
+            return real(*given, **options)
+
+        return call
+
+    far = ArtifactStore(f"memory:/{root}", near.name)
+    for name in ("find", "exists", "size"):
+        monkeypatch.setattr(MemoryFileSystem, name, counted(name))
+    view, here = read_run(RunReader(far)), read(made)
+    assert asked == {"find": 1}
+    assert (view.series("reward"), view.heldout_series()) == (here.series("reward"), here.heldout_series())
+    assert (view.damages, view.moved) == (here.damages, here.moved)
+    # A file that is gone is named, and one that came after the listing is found.
+    scores = "iteration_000002/rewards"
+    reader = RunReader(far)
+    reader.list_files()
+    table = next(path for path in bucket.glob(f"{root}/{near.name}/{scores}/*/*.parquet"))
+    del reader._sizes[table.removeprefix(f"{root}/{near.name}/")]
+    assert reader.find(table.removeprefix(f"{root}/{near.name}/").rpartition("/")[0]) is not None
+    bucket.rm(table)
+    assert [damage.reason for damage in read_run(RunReader(far)).damages] == ["it is missing"]
