@@ -12,7 +12,14 @@ from torch import Tensor
 from grpo_core.errors import NonFiniteError
 from grpo_core.policies.protocol import Policy, PolicyComponent
 from grpo_core.rollouts.actions import Actions, DenoisingBatch, TokenBatch, pad_to_longest
-from grpo_core.rollouts.records import BrokenImage, ComparedLogprobs, GroupRequest, RolloutGroup, TrainingRows
+from grpo_core.rollouts.records import (
+    BrokenImage,
+    ComparedLogprobs,
+    GroupRequest,
+    RolloutGroup,
+    SampledTokens,
+    TrainingRows,
+)
 from grpo_core.rollouts.streams import ImageSize, Stream
 
 
@@ -69,6 +76,7 @@ def join_groups(
     """Return a stream's actions, without those of NaN advantages, for `update_policy` with the weights that sampled."""
     samples = sum(len(group.outputs) for group in groups)
     sampled = [group.streams[stream] for group in groups]
+    prompts = [each.prompt_lengths for each in sampled if isinstance(each, SampledTokens)]
     rows = TrainingRows(
         sample_ids=tuple(sample_id for group in groups for sample_id in group.request.sample_ids),
         actions=_join([each.actions for each in sampled]),
@@ -77,6 +85,7 @@ def join_groups(
         finished=torch.cat([each.finished for each in sampled]),
         on_policy=torch.ones(samples, dtype=torch.bool),
         max_length=sampled[0].max_length,
+        prompt_lengths=torch.cat(prompts) if len(prompts) == len(sampled) else None,
     )
     return rows.select(rows.advantages.isfinite().nonzero().flatten().tolist())
 

@@ -78,6 +78,7 @@ class ParityReport:
         worst_differences: largest |old - rollout| of each of these.
         tokens_beyond: number of tokens with a difference above the limit that was asked for.
         sampled_by: the engine, in words; None: the policy itself.
+        of_shared_prompts: the stored log-probs are those of whole rows, and the others of rows that share prompts.
     """
 
     max_difference: float
@@ -92,6 +93,7 @@ class ParityReport:
     worst_differences: tuple[float, ...] = ()
     tokens_beyond: int = 0
     sampled_by: str | None = None
+    of_shared_prompts: bool = False
 
     def metrics(self) -> dict[str, float]:
         """Return the differences under the names that TRL's dashboards use."""
@@ -111,8 +113,9 @@ class ParityError(RuntimeError):
         if tolerance.share_beyond:
             allowed += f" but for {tolerance.share_beyond:.2g} of the {noun}, found {report.tokens_beyond} beyond it"
         usual = f"; 16 bits round about {tolerance.rounding:.2g} here" if tolerance.rounding else ""
+        compared = "shared prompt - whole row" if report.of_shared_prompts else "old - rollout"
         super().__init__(
-            f"log-prob parity{sampler}: |old - rollout| is at most {report.max_difference:.3g} nats ({allowed}) and "
+            f"log-prob parity{sampler}: |{compared}| is at most {report.max_difference:.3g} nats ({allowed}) and "
             f"{report.mean_difference:.3g} on average (allowed {tolerance.mean_difference:.3g}{usual}), ratio "
             f"{report.ratio_min:.3g} to {report.ratio_max:.3g} over {report.tokens} {noun}; worst samples: "
             f"{', '.join(_worst(report))}. Likely cause: {likely_cause(report, tolerance)} No weight was changed."
@@ -130,6 +133,11 @@ def _worst(report: ParityReport) -> list[str]:
 
 def likely_cause(report: ParityReport, tolerance: ParityTolerance | None = None) -> str:
     """Name the likely cause of differences of this size, from measurements on tiny models."""
+    if report.of_shared_prompts:
+        return (
+            "a prompt that is computed once for its completions gives others than in whole rows, though a trial of the "
+            "loaded model did not. With update.micro_batch_size 1 each row is computed whole."
+        )
     rounding = 0.0 if tolerance is None else tolerance.rounding
     if rounding and report.mean_difference <= _MARGIN * rounding:
         return (

@@ -70,6 +70,7 @@ def try_loaded(config: RunConfig, prompts: PromptFiles) -> LoadedTrial:
     said = [f"loaded in {time.perf_counter() - begun:.1f} s"]
     if (trial := try_policy(config.policy.kind, config.policy.model, policy)) is not None:
         said.append(f"tried in {trial.seconds:.1f} s, log-probs within {trial.difference:.2g} nats")
+        said += [trial.prompts] if trial.prompts else []
     if device.type == "cuda":
         said.append(f"on {torch.cuda.get_device_name(device)}")
     measured = measure_run(config, prompts, policy, device)

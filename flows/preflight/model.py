@@ -22,6 +22,7 @@ from grpo_core.rollouts.streams import ImageSize, Stream
 from grpo_core.seeds import derive_seed
 from grpo_core.update.optimizer import refuse_unavailable
 from grpo_core.update.optimizer_kinds import OPTIMIZERS
+from grpo_core.update.settings import StepSettings
 from tasks.models.devices import refuse_missing_devices, torch_device
 from tasks.models.initial import initial_digest, local_source, training_choices
 from tasks.models.resident import ModelSpec
@@ -153,6 +154,7 @@ def estimate_model(
             averages=(update.ema is not None) + bool(update.old_policy_decay(1)),
             sizes=sizes,
             offload_optimizer=update.offload_optimizer,
+            prompts=_prompts_of_a_microbatch(config, stream, update),
         )
         for stream, update in config.updates.items()
     }
@@ -167,6 +169,16 @@ def estimate_model(
         longest=longest,
         reward_models=reward_model_bytes(config),
     )
+
+
+def _prompts_of_a_microbatch(config: RunConfig, stream: Stream, update: StepSettings) -> int:
+    """Return how many prompts the rows of a microbatch have at most; 0 where each row computes its own."""
+    if stream != "tokens" or config.placement.sharding == "fsdp2":
+        return 0
+    rows, group = config.rows_of("tokens"), len(config.images_of_samples)
+    # The rows of a step are drawn from all: of several, siblings are scattered.
+    whole = update.rows_per_step(rows) == rows
+    return -(-update.micro_batch_size // group) if whole else config.rollout.prompts_per_iteration
 
 
 def reward_model_bytes(config: RunConfig, devices: Collection[str] = ("cuda", "cuda:0")) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from grpo_core.logprobs import CHUNK_TOKENS, GPU_BLOCK, KEPT_CHUNKS
+from grpo_core.policies.microbatches import PASS_POSITIONS, computed_positions
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.sizes import ComponentSizes, ModelSizes, Phase, count_parameters, shown_count
 from grpo_core.policies.trained.quantization import BYTES_IN_4_BITS
@@ -31,6 +32,9 @@ _KEPT_BY_BLOCK = {4: 92, 2: 78}
 _MADE_BY_BLOCK = 16
 """Values that a block's forward pass has at once, for each position and unit of hidden width; a backward pass has their
 gradients too."""
+
+_READ_BY_BLOCK = 4
+"""Values of keys and values that a block keeps for each position of a shared prompt, row and unit of hidden width."""
 
 _STATE_BYTES = 2
 """States are stored in 16 bits."""
@@ -96,6 +100,7 @@ class Workload:
         averages: copies of the trained parameters that an update keeps, such as a moving average.
         offload_optimizer: the optimizer's moments are in CPU memory.
         autocast: dtype of matrix products; None: that of the weights.
+        prompts: of a microbatch, at most, where rows share them and the model computes them once; 0: no row shares.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -108,6 +113,7 @@ class Workload:
     averages: int = 0
     offload_optimizer: bool = False
     autocast: Literal["bfloat16", "float16"] | None = None
+    prompts: int = 0
 
 
 @dataclass(frozen=True)
@@ -263,13 +269,25 @@ def _activations(sizes: ComponentSizes, choice: TrainingChoice, workload: Worklo
     """
     rows, b = workload.micro_batch_size, BYTES[workload.dtype]
     again = choice.gradient_checkpointing
-    values = rows * sizes.positions * sizes.width
-    kept = values * sizes.passes * sizes.blocks + rows * sizes.encoder_values
+    prompts, shared = _shared(sizes, rows, workload.prompts)
+    values = (prompts * shared + rows * (sizes.positions - shared)) * sizes.width
+    kept = values * sizes.passes * sizes.blocks + prompts * sizes.encoder_values
+    # Each block of a completion reads its prompt, in one piece with what it adds.
+    read = _READ_BY_BLOCK * b * rows * shared * sizes.width * (1 if again else sizes.blocks)
     block = values * (2 * _MADE_BY_BLOCK * b + (_KEPT_BY_BLOCK[b] if again else 0))
     scored, head = rows * sizes.scored, 0 if choice.lora else sizes.vocabulary * sizes.width * b
     whole = 2 * scored * sizes.vocabulary * b if sizes.whole_logits else 0
     logits = 3 * scored * sizes.width * b + _logits(sizes, scored, b) + whole + head
-    return kept * (b if again else _KEPT_BY_BLOCK[b]) + max(block, logits)
+    return kept * (b if again else _KEPT_BY_BLOCK[b]) + read + max(block, logits)
+
+
+def _shared(sizes: ComponentSizes, rows: int, prompts: int) -> tuple[int, int]:
+    """Return how many prompts a microbatch computes, and their ids that rows share; 0 where each computes its own."""
+    lengths, prompts = [sizes.positions - sizes.shared + 1] * rows, min(prompts, rows)
+    if not sizes.shared or not prompts:
+        return rows, 0
+    whole, shared = computed_positions(lengths, prompts, sizes.shared, PASS_POSITIONS["cuda"])
+    return (prompts, sizes.shared) if shared < whole else (rows, 0)
 
 
 def _logits(sizes: ComponentSizes, scored: int, b: int) -> int:

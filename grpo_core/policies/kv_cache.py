@@ -1,10 +1,14 @@
-"""A cache that takes its memory in large pieces: a new token copies its own keys and values and no others."""
+"""Caches of keys and values: one that grows in place while sampling, and two by which completions share a prompt.
+
+The growing one takes its memory in large pieces: a new token copies its own keys and values and no others. In a pass
+with gradients one cache records the prompts, and another gives what was recorded to their completions.
+"""
 
 from typing import Any
 
 from jaxtyping import Float, Int
-from torch import Tensor
-from transformers import Cache, DynamicLayer
+from torch import Tensor, cat
+from transformers import Cache, DynamicCache, DynamicLayer
 
 _GROWTH = 64
 
@@ -63,3 +67,60 @@ def grow_in_place(cache: Cache, limit: int) -> None:
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.is_initialized:
             cache.layers[index] = GrowingLayer(layer, limit)
+
+
+class _RecordingLayer(DynamicLayer):
+    """Hands keys and values on as they are and keeps the first: computing a layer again changes nothing."""
+
+    keys: Tensor | None
+    values: Tensor | None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.keys is None:
+            self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+            self.keys, self.values = key_states, value_states
+        return key_states, value_states
+
+
+class RecordingCache(DynamicCache):
+    """Keeps the keys and values of one pass over prompts, with their graph; the pass itself finds it empty."""
+
+    def __init__(self) -> None:
+        """Start without layers: the model asks for as many as it has."""
+        Cache.__init__(self, layer_class_to_replicate=_RecordingLayer)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0: nothing comes before the prompts."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of keys of a pass and the place of the first."""
+        return query_length, 0
+
+    def read_by(self, rows: Int[Tensor, " rows"]) -> DynamicCache:
+        """Return a cache for completions of these prompts, which read the prompts' keys and values and add none."""
+        cache = DynamicCache()
+        cache.layers = [_ReadLayer(layer, rows) for layer in self.layers]
+        return cache
+
+
+class _ReadLayer(DynamicLayer):
+    """Puts the keys and values of prompts before those of their completions, of which it keeps none."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, recorded: Any, rows: Int[Tensor, " rows"]) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = recorded.dtype, recorded.device, True
+        self.keys, self.values = (_of_rows(each, rows) for each in (recorded.keys, recorded.values))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return cat([self.keys, key_states], -2), cat([self.values, value_states], -2)
+
+
+def _of_rows(
+    values: Float[Tensor, "prompts heads length dim"], rows: Int[Tensor, " rows"]
+) -> Float[Tensor, "rows heads length dim"]:
+    # Of one prompt it is no copy, and in the backward pass a sum.
+    return values.expand(len(rows), -1, -1, -1) if len(values) == 1 else values.index_select(0, rows)

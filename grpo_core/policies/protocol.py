@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from grpo_core.policies.trained.offload import ComponentOffload
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.rollouts.actions import DenoisingBatch
-    from grpo_core.rollouts.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup
+    from grpo_core.rollouts.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, TrainingRows
     from grpo_core.rollouts.streams import ImageSize
 
 
@@ -45,8 +45,8 @@ class PolicyComponent(Protocol):
     def as_reference(self) -> AbstractContextManager["nn.Module"]:
         """Return a context for several calls of `reference_logprobs`, which exchange no weights inside it."""
 
-    def shared_by_pass(self, actions: Any) -> Sequence[Hashable] | None:
-        """Return by row what rows of such actions have in common where one pass scores them; None: any can be."""
+    def microbatches(self, rows: "TrainingRows", indices: Sequence[int], size: int) -> list[list[int]]:
+        """Cut rows of its stream into microbatches of at most `size`, each as places in `indices`."""
 
     def summed_values(self, actions: Any) -> int:
         """Return how many values a log-prob of such actions is a sum over, each of which rounds on its own."""

@@ -22,6 +22,7 @@ class ComponentSizes:
     Attributes:
         width: hidden width of a position.
         positions: of the longest row: ids, or patches of the image and ids of the prompt.
+        shared: those of its prompt, if rows of one prompt can share them; 0 where each row computes its own.
         passes: over a row that one backward pass goes through: noisy steps, twice with classifier-free guidance.
         scored: tokens of a row that are scored; 0 for denoising; vocabulary: ids that they can be.
         whole_logits: all logits are computed at once, because another operation follows the output head.
@@ -33,6 +34,7 @@ class ComponentSizes:
     width: int
     blocks: int
     positions: int
+    shared: int = 0
     passes: int = 1
     scored: int = 0
     vocabulary: int = 0

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from grpo_core.errors import InputError, first_line
 from grpo_core.logprobs import gather_logprobs, vocabulary_logprobs
 from grpo_core.parity import ParityTolerance, of_rounding
 from grpo_core.policies.protocol import policy_family
+from grpo_core.policies.shared_trial import try_shared_prompts
 from grpo_core.policies.trained.quantization import quantized_layers
 from grpo_core.rollouts.actions import DenoisingBatch, Sources, TokenBatch
 from grpo_core.rollouts.images import SourceImage, encode_png
@@ -54,10 +56,14 @@ _SHORT: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Trial:
-    """The seconds that it took, and the largest difference, in nats, from log-probs while sampling."""
+    """The seconds that it took, and the largest difference, in nats, from log-probs while sampling.
+
+    `prompts` says whether an update computes a group's prompt once, and why if not; empty for denoising.
+    """
 
     seconds: float
     difference: float
+    prompts: str = ""
 
 
 class _RefusedError(Exception):
@@ -77,7 +83,10 @@ def try_policy(kind: str, model: str, policy: Any) -> Trial | None:
     try:
         policy.sample_with(policy_family(kind).settings({**vars(own), **_SHORT, "decode_batch_size": at_once}))
         with torch.random.fork_rng(devices=[]):
-            difference = _try_steps(policy) if kind == "diffusers" else _try_tokens(policy, TRIES)
+            if kind == "diffusers":
+                difference, prompts = _try_steps(policy), ""
+            else:
+                difference, prompts = _try_tokens(policy, TRIES), _try_shared(policy)
     except (InputError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -88,7 +97,7 @@ def try_policy(kind: str, model: str, policy: Any) -> Trial | None:
         raise InputError("policy.model", model, hint) from error
     finally:
         policy.sample_with(own)
-    return Trial(time.perf_counter() - begun, difference)
+    return Trial(time.perf_counter() - begun, difference, prompts)
 
 
 def picture(size: ImageSize, turned: bool = False) -> SourceImage:
@@ -146,6 +155,16 @@ def _try_tokens(policy: "CausalLMPolicy", tries: int) -> float:
     if sources is not None:
         _refuse_blind(policy, actions, sources)
     return largest
+
+
+def _try_shared(policy: "CausalLMPolicy") -> str:
+    prompts, sources = _questions(policy)
+
+    def sample(number: int) -> SampledTokens:
+        first = 2 * len(prompts) * number
+        return policy.sample_tokens(prompts, 2, range(first, first + 2 * len(prompts)), sources=sources)
+
+    return try_shared_prompts(policy, sample, partial(_allowed, policy), wide=_is_wide(policy), tries=TRIES)
 
 
 def _questions(policy: "CausalLMPolicy") -> tuple[Sequence[str], Sources | None]:

@@ -104,6 +104,7 @@ class TrainingRows(SampledActions):
         old_logprobs: under the weights before the update; None until they are computed, like the following.
         old_entropy: of the same distributions, nats; None also if not needed.
         ref_logprobs: under the reference; None also without one.
+        prompt_lengths: ids that the model read before the first of each row's tokens; None where nobody counted them.
     """
 
     sample_ids: tuple[str, ...]
@@ -112,9 +113,15 @@ class TrainingRows(SampledActions):
     old_logprobs: Float[Tensor, "batch time"] | None = None
     old_entropy: Float[Tensor, "batch time"] | None = None
     ref_logprobs: Float[Tensor, "batch time"] | None = None
+    prompt_lengths: Int[Tensor, " batch"] | None = None
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    def lengths(self, indices: Sequence[int]) -> list[int]:
+        """Return the number of actions of these rows."""
+        found: list[int] = self.actions.loss_mask[indices].sum(-1).tolist()
+        return found
 
 
 @dataclass(frozen=True)

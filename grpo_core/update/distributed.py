@@ -101,8 +101,12 @@ class DistributedProcessGroup:
         return norm
 
     def distribute(self, trained: TrainedModel) -> None:
-        """Check that all processes have the same weights; each keeps all of them."""
+        """Check that all processes have the same weights; each keeps all of them.
+
+        All cut microbatches alike, however close to its bound a trial was in one of them.
+        """
         self.require_equal(dict(trained.model.named_parameters()))
+        trained.shares_prompts = self.from_first(trained.shares_prompts)
 
     def load_state(self, optimizer: PolicyOptimizer, state: Mapping[str, Tensor]) -> None:
         """Load a state that every process has in full."""
@@ -182,6 +186,8 @@ class ShardedProcessGroup(DistributedProcessGroup):
     def distribute(self, trained: TrainedModel) -> None:
         """Shard the model, which replaces its parameters, and cut the reference's values like them."""
         super().distribute(trained)
+        # Each process has to make equally many passes, and shared prompts make more where completions are ragged.
+        trained.shares_prompts = False
         _shard(trained.model, init_device_mesh(self.device.type, (self.count,)))
         parameters = trained.trainable_parameters()
         for copy in trained.copies.values():

@@ -12,7 +12,7 @@ from grpo_core.losses.reductions import Denominators, entropy_threshold, high_en
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.rollouts.records import Entropies, TrainingRows
 from grpo_core.update.process_group import ProcessGroup, share
-from grpo_core.update.settings import UpdateSettings, microbatches
+from grpo_core.update.settings import UpdateSettings
 from grpo_core.update.step import StepSums, to_host
 
 
@@ -93,12 +93,10 @@ def add_up_gradient(
     tick: Callable[[], None],
 ) -> Passes:
     """Add the gradients of this process's microbatches to those of the parameters."""
-    lengths = minibatch.rows.actions.loss_mask[minibatch.indices].sum(-1).tolist()
     passes = Passes(StepSums(minibatch.trained), torch.zeros(minibatch.trained.shape))
     parts, found = list[list[int]](), list[Tensor]()
-    shared = component.shared_by_pass(minibatch.rows.actions)
-    own = None if shared is None else [shared[index] for index in minibatch.indices]
-    for part, counts in share(microbatches(lengths, settings.micro_batch_size, own), process_group):
+    plan = component.microbatches(minibatch.rows, minibatch.indices, settings.micro_batch_size)
+    for part, counts in share(plan, process_group):
         logprobs, broken = _backward(component, minibatch, part, settings, passes, counts=counts)
         if counts:
             parts.append(part)

@@ -1,6 +1,6 @@
 """Train a component of a policy on stored rows; the parity gate comes before the first optimizer step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from grpo_core.rollouts.records import Entropies, TrainingRows
 from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_actions
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
-from grpo_core.update.settings import PARITY_SHARE, UpdateSettings, microbatches, minibatches
+from grpo_core.update.settings import PARITY_SHARE, UpdateSettings, minibatches
 from grpo_core.update.step import (
     Progress,
     StepMetrics,
@@ -27,6 +27,7 @@ from grpo_core.update.step import (
     optimizer_step,
     to_host,
 )
+from grpo_core.update.witnesses import require_witnesses_agree, witness_logprobs
 
 
 def update_policy(
@@ -73,12 +74,13 @@ def update_policy(
     # An entropy threshold has to be known before the first pass with gradients.
     with_own_pass = set(first) if trained.any() and settings.entropy_quantile == 1 else set()
     others = [row for row in range(len(rows)) if row not in with_own_pass]
-    total = _all_passes(len(rows), len(others), minibatch_size, settings, process_group)
+    total = _all_passes(component, rows, others, [first, *later], settings, process_group)
     tick = counter(total, on_progress)
     component.prepare_for_update(rows.actions)
+    witnesses = witness_logprobs(component, rows, settings.micro_batch_size)
     rows = _scored(component, rows, others, settings, process_group, tick)
     if not trained.any():
-        return UpdateResult(_measure(rows, parity, settings, sampled_by), ())
+        return UpdateResult(_measure(rows, witnesses, parity, settings, sampled_by), ())
 
     def gradient(known: TrainingRows, indices: list[int]) -> tuple[Minibatch, Passes]:
         optimizer.zero_grad()
@@ -95,7 +97,7 @@ def update_policy(
     with no_gradient_of_a_refused_update(optimizer):
         minibatch, passes = gradient(replace(rows, old_logprobs=None), first)
         rows = _with_old_logprobs(rows, first, process_group.add(passes.logprobs))
-        before = _measure(rows, parity, settings, sampled_by)
+        before = _measure(rows, witnesses, parity, settings, sampled_by)
         with keeping_old(component, needed=settings.measures_drift and passes.of_gaussians and bool(later)):
             steps = [step(minibatch, passes)]
             steps += [step(*gradient(rows, indices)) for indices in later]
@@ -103,17 +105,21 @@ def update_policy(
 
 
 def _all_passes(
-    rows: int, others: int, minibatch_size: int, settings: UpdateSettings, process_group: ProcessGroup
+    component: PolicyComponent,
+    rows: TrainingRows,
+    others: list[int],
+    every: Sequence[list[int]],
+    settings: UpdateSettings,
+    process_group: ProcessGroup,
 ) -> int:
     """Return the number of passes of one process: those without gradients, then every minibatch of every epoch."""
 
-    def passes(count: int) -> int:
-        parts = -(-count // settings.micro_batch_size)
+    def passes(chosen: list[int]) -> int:
+        parts = len(component.microbatches(rows, chosen, settings.micro_batch_size))
         return -(-parts // process_group.count)
 
-    sizes = [min(minibatch_size, rows - start) for start in range(0, rows, minibatch_size)]
-    with_reference = settings.with_reference_logprobs * passes(rows)
-    return passes(others) + with_reference + settings.epochs * sum(map(passes, sizes))
+    with_reference = passes(list(range(len(rows)))) if settings.with_reference_logprobs else 0
+    return passes(others) + with_reference + sum(map(passes, every))
 
 
 @torch.no_grad()
@@ -127,15 +133,13 @@ def _scored(
 ) -> TrainingRows:
     """Return the rows with old_logprobs of the others, and with old_entropy and ref_logprobs as the settings need."""
     entropy: Entropies = "constant" if settings.entropy_quantile < 1 else "none"
-    quantities, shared = 1 if entropy == "none" else 2, component.shared_by_pass(rows.actions)
+    quantities = 1 if entropy == "none" else 2
 
     def scores(chosen: list[int], score: Callable[[Actions], list[Tensor]], quantities: int) -> list[Tensor]:
         """Score each process's share of the chosen rows; every process gets all scores, [rows, time], on the CPU."""
         found = torch.zeros(quantities, *rows.actions.loss_mask.shape)
-        lengths = rows.actions.loss_mask[chosen].sum(-1).tolist()
         parts, scored = list[list[int]](), list[Tensor]()
-        own = None if shared is None else [shared[row] for row in chosen]
-        for places, counts in share(microbatches(lengths, settings.micro_batch_size, own), process_group):
+        for places, counts in share(component.microbatches(rows, chosen, settings.micro_batch_size), process_group):
             part = [chosen[place] for place in places]
             each = torch.stack(score(rows.actions.select(part).trimmed()))
             if counts:
@@ -166,11 +170,17 @@ def _with_old_logprobs(rows: TrainingRows, indices: list[int], logprobs: Tensor)
 
 
 def _measure(
-    rows: TrainingRows, parity: ParityTolerance | None, settings: UpdateSettings, sampled_by: str | None
+    rows: TrainingRows,
+    witnesses: Mapping[int, Tensor],
+    parity: ParityTolerance | None,
+    settings: UpdateSettings,
+    sampled_by: str | None,
 ) -> dict[str, float]:
     """Check parity on the rows that these weights sampled, then measure the mismatch to the sampler over all rows."""
     assert rows.old_logprobs is not None, "they are computed before the first step"
     own, gate = rows.on_policy, dict[str, float]()
+    if witnesses:
+        require_witnesses_agree(rows, witnesses, parity or ParityTolerance())
     if own.any():
         names = [sample_id for sample_id, mine in zip(rows.sample_ids, own.tolist(), strict=True) if mine]
         stored, found, mask = (each[own] for each in (rows.rollout_logprobs, rows.old_logprobs, rows.actions.loss_mask))

@@ -1,7 +1,7 @@
 """How rows become optimizer steps: minibatches, microbatches, the optimizer, the learning rate by step."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -146,18 +146,6 @@ def minibatches(rows: int, minibatch_size: int, epochs: int, seed: int) -> Itera
         order = np.random.default_rng([seed, epoch]).permutation(rows).tolist()
         for start in range(0, rows, minibatch_size):
             yield order[start : start + minibatch_size]
-
-
-def microbatches(lengths: Sequence[int], size: int, shared: Sequence[Hashable] | None = None) -> list[list[int]]:
-    """Group positions of similar length into microbatches, so that little of a pass is padding.
-
-    Of one length, those with equal `shared` are neighbours, so that few passes are made of a microbatch.
-    """
-    first = dict[Hashable, int]()
-    places = [0 if shared is None else first.setdefault(shared[row], row) for row in range(len(lengths))]
-    # Stable: rows that are alike keep their order in the minibatch.
-    order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], places[row]))
-    return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 Schedule = Literal[

@@ -169,12 +169,14 @@ def load_policy(spec: ModelSpec, settings: Any, device: torch.device) -> Policy:
     begun = time.perf_counter()
     policy = load_untried(spec, settings, device)
     try:
-        try_policy(spec.section.kind, spec.section.model, policy)
+        trial = try_policy(spec.section.kind, spec.section.model, policy)
     except InputError as error:
         found = (
             f"Found {time.perf_counter() - begun:.0f} s after it began to load; `grpo doctor --load` finds it before."
         )
         raise InputError(error.place, error.value, f"{error.hint} {found}") from error
+    if trial is not None and trial.prompts:
+        log(f"in an update {trial.prompts}")
     return policy
 
 

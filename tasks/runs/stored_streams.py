@@ -74,7 +74,7 @@ def sample_files(folders: Sequence[Path]) -> list[Path]:
 
 def read_tokens(
     table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max_length: int, sources: Sources | None = None
-) -> SampledActions:
+) -> SampledTokens:
     """Return the stored tokens of a table's rows, in the order in which they are stored.
 
     The tokens of all rows are in memory at once, about 13 bytes each. The ids that a truncated sampler could choose, up
@@ -83,11 +83,13 @@ def read_tokens(
     without a stored support.
     """
     ids = _mapped_support_ids(sample_files(folders), table["sample_id"], scratch)
-    return SampledActions(
+    return SampledTokens(
         actions=read_token_batch(table, _support(table, ids), sources),
         rollout_logprobs=padded(table["rollout_logprobs"]),
         finished=table["finished"].to_torch(),
         max_length=max_length,
+        # It decides what a pass computes, and no value.
+        prompt_lengths=table["prompt_length"].fill_null(0).cast(pl.Int64).to_torch(),
     )
 
 

@@ -22,6 +22,7 @@ from tasks.execution.resources import peak_memory, reset_peak_memory, resource
 from tasks.metrics import offload_metrics
 from tasks.models.initial import COPIES, OPTIMIZER_FILE, component_folder, copy_digests, copy_folder, weights_digest
 from tasks.models.resident import ResidentPolicy
+from tasks.progress import log
 from tasks.runs.layout import STATE_FILE
 from tasks.storage.artifacts.commit import hash_staged
 from tasks.storage.artifacts.reference import PolicyRef
@@ -52,10 +53,13 @@ class ComponentUpdate:
     ) -> tuple[UpdateResult, PolicyOptimizer]:
         """Train, write the component's files, and return what was measured and the optimizer."""
         job, trained = self.job, self.component.trained
+        shares_prompts = trained.shares_prompts
         self._begin_copies()
         # Of weights that are elsewhere there is nothing to compare.
         with self.component.in_use():
             process_group.distribute(trained)
+        if shares_prompts and not trained.shares_prompts and not process_group.rank:
+            log("in this update each row computes its prompt: processes have shares of the layers")
         optimizer = self._optimizer(process_group)
         algorithm = ALGORITHMS[self.settings.algorithm]
         result = algorithm.update(

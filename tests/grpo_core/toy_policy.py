@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from grpo_core.logprobs import entropy_of, gather_logprobs
 from grpo_core.policies.drafts import sample_drafts
+from grpo_core.policies.microbatches import by_length
 from grpo_core.policies.trained.offload import NO_OFFLOAD
 from grpo_core.rollouts.actions import Sources, TokenBatch
 from grpo_core.rollouts.records import (
@@ -33,6 +35,7 @@ class TablePolicy:
     """One row of logits for each prompt and place. A prompt is its row's number, written out."""
 
     offload = NO_OFFLOAD
+    trained = SimpleNamespace(shares_prompts=False)
 
     def __init__(self, prompts: int, time: int = 5, support: int = 4, seed: int = 0) -> None:
         logits = torch.randn(prompts, time, support, generator=torch.Generator().manual_seed(seed))
@@ -112,8 +115,8 @@ class TablePolicy:
     def reference_logprobs(self, tokens: TokenBatch) -> Tensor:
         return self._score(self.reference, tokens, entropy="none").logprobs
 
-    def shared_by_pass(self, tokens: TokenBatch) -> None:
-        """A pass takes any rows."""
+    def microbatches(self, rows: TrainingRows, indices: Sequence[int], size: int) -> list[list[int]]:
+        return by_length(rows.lengths(indices), size)
 
     def as_reference(self) -> AbstractContextManager[Any]:
         """The reference has a table of its own."""

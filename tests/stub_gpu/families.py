@@ -119,6 +119,9 @@ class Runner:
         self.settings: Any = policy_family(self.config.policy.kind).settings(self.config.rollout.model_dump())
         spec = ModelSpec(section=self.config.policy, digest="", adapter_seed=0, references=self.config.references)
         self.policy = load(spec, self.settings, torch.device(device))
+        texts: Any = self.policy
+        # Prompts of a few ids are shared too, as longer ones are.
+        texts.pass_positions = 0
         # On a GPU adapters are not merged while sampling, which rounds otherwise.
         for component in self.policy.components.values() if device == "cpu" else ():
             component.trained.merged = nullcontext

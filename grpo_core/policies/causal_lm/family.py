@@ -197,7 +197,7 @@ class CausalLMFamily(PolicyFamily):
         quantized = count_quantized(model, ONE_NETWORK, {"": network}, choice.quantization, kind.outside)
         trained, tokens = self.train("tokens", network, choice, model), settings.max_completion_length
         whole = after_head(text)
-        others = {"whole_logits": whole, "encoder_values": encoder_values}
+        others = {"shared": prompt, "whole_logits": whole, "encoder_values": encoder_values}
         component = token_sizes(trained, text, settings, prompt, tokens, **others)
         return ModelSizes(
             networks=counts,

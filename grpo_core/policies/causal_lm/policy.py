@@ -19,15 +19,29 @@ from grpo_core.policies.causal_lm.sampling_scoring import (
     score_completions,
 )
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.causal_lm.shared_prompts import SharedPrompts, completion_lengths
 from grpo_core.policies.causal_lm.written import SamplingRule
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.encoded_prompts import EncodedPrompt, EncodedPrompts, RecentlyUsed, pad_prompts
+from grpo_core.policies.microbatches import (
+    PASS_POSITIONS,
+    computed_positions,
+    sharing_prompts,
+    similar_lengths,
+)
 from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16
 from grpo_core.policies.trained.model import CPU, TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.rollouts.actions import Sources, TokenBatch
 from grpo_core.rollouts.images import SourceImage
-from grpo_core.rollouts.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, SampledTokens
+from grpo_core.rollouts.records import (
+    ActionLogprobs,
+    Entropies,
+    GroupRequest,
+    RolloutGroup,
+    SampledTokens,
+    TrainingRows,
+)
 from grpo_core.rollouts.streams import ImageSize, Stream
 
 if TYPE_CHECKING:
@@ -59,6 +73,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         self.ends = tuple(token for token in end_tokens(self._model, tokenizer) if token < self.vocabulary)
         # Without weights nothing is scored.
         self.whole_logits = self._has_weights and not head_gives_logits(self._model)
+        self.pass_positions = PASS_POSITIONS.get(self._device.type, 0)
         self.sample_with(settings)
 
     @classmethod
@@ -224,13 +239,33 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             texts.append(self.stops.visible(written))
         return texts
 
+    def microbatches(self, rows: TrainingRows, indices: Sequence[int], size: int) -> list[list[int]]:
+        """Cut rows into microbatches by length; where prompts are shared, by prompt if that is less to compute."""
+        actions, known = rows.actions, rows.prompt_lengths
+        if not self.trained.shares_prompts or known is None:
+            return super().microbatches(rows, indices, size)
+        assert isinstance(actions, TokenBatch), "a component has its own kind of actions"
+        sources = actions.sources or ((),) * len(actions)
+        prompts = [(actions.prompts[row], sources[row]) for row in indices]
+        return sharing_prompts(rows.lengths(indices), prompts, known[indices].tolist(), size, self.pass_positions)
+
+    def _shared(self, encoded: EncodedPrompts, rows: Tensor, actions: TokenBatch) -> SharedPrompts | None:
+        """Return how rows share the encoded prompts; None if they do not, or if that would be more to compute."""
+        prompts = len(encoded.input_ids)
+        if not self.trained.shares_prompts or prompts == len(rows):
+            return None
+        lengths = completion_lengths(actions.loss_mask)
+        whole, shared = computed_positions(lengths, prompts, encoded.length, self.pass_positions)
+        return SharedPrompts(rows, similar_lengths(lengths, self.pass_positions)) if shared < whole else None
+
     def _score(self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
         assert not kl, "the KL over a vocabulary is estimated from log-probs"
         with self._precision():
             encoded, rows = self._distinct(actions.prompts, actions.sources)
+            shared = self._shared(encoded, rows, actions)
             return score_completions(
                 _unwrapped(model),
-                encoded.select(rows),
+                encoded.select(rows) if shared is None else encoded,
                 actions.token_ids,
                 actions.loss_mask,
                 vocabulary=self.vocabulary,
@@ -239,6 +274,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
                 entropy=entropy,
                 whole_logits=self.whole_logits,
                 forbidden=self.forbidden,
+                shared=shared,
             )
 
 

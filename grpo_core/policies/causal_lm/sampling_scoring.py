@@ -14,6 +14,7 @@ from transformers import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from grpo_core.logprobs import score_hidden
+from grpo_core.policies.causal_lm.shared_prompts import SharedPrompts, completion_lengths, shared_states
 from grpo_core.policies.causal_lm.written import SamplingRule, Written
 from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.policies.kv_cache import grow_in_place
@@ -151,27 +152,39 @@ def score_completions(
     entropy: Entropies,
     whole_logits: bool,
     forbidden: Int[Tensor, " forbidden"] | None = None,
+    shared: SharedPrompts | None = None,
 ) -> ActionLogprobs:
     """Compute log-probs of stored tokens with the positions, padding, support and temperature of their sampling.
 
-    Prompts are encoded for each row, and tokens, which are on the CPU, padded on the right. Logits come from the model
-    where its head does not give them (`head_gives_logits`).
+    Prompts are encoded for each row, or, if `shared`, once for all rows that have one. Tokens, which are on the CPU,
+    are padded on the right. Logits come from the model where its head does not give them (`head_gives_logits`).
     """
-    time, device = token_ids.shape[1], encoded.input_ids.device
+    device = encoded.input_ids.device
     token_ids, mask = (each.to(device, non_blocking=True) for each in (token_ids, loss_mask))
     read = token_ids
     if forbidden is not None:
         # Its log-prob says that it was never sampled; the model would look for the image of a placeholder.
         read = token_ids.masked_fill(torch.isin(token_ids, forbidden), 0)
-    inputs = _inputs(encoded, read[:, :-1], mask[:, :-1]) | without_router_losses(model)
-    padded = encoded.padded or not bool(loss_mask[:, :-1].all())
-    with unread_padding(device, padded=padded):
+    plain, head = without_router_losses(model), nn.Identity() if whole_logits else model.get_output_embeddings()
+
+    def run(kept: int, **inputs: Any) -> Tensor:
+        """Return the logits, or the states that the head reads, of the last positions."""
+        cached = inputs.get("past_key_values") is not None
+        found: Tensor
         if whole_logits:
-            # One more position than `time` is requested: the slice keeps the last `time` of them.
-            states, head = model(**inputs, use_cache=False, logits_to_keep=time).logits, nn.Identity()
+            found = model(**inputs, **plain, use_cache=cached, logits_to_keep=kept).logits
         else:
-            states = model.base_model(**inputs, use_cache=False).last_hidden_state[:, encoded.length - 1 :]
-            head = model.get_output_embeddings()
+            found = model.base_model(**inputs, **plain, use_cache=cached).last_hidden_state[:, -kept:]
+        return found
+
+    lengths = completion_lengths(loss_mask)
+    padded = encoded.padded or min(lengths) < token_ids.shape[1] - 1
+    # Completions that read a prompt's keys have a mask in any case.
+    with unread_padding(device, padded=padded or shared is not None):
+        if shared is None:
+            states = run(token_ids.shape[1], **_inputs(encoded, read[:, :-1], mask[:, :-1]))
+        else:
+            states = shared_states(run, encoded, shared, read, mask, lengths)
     if states.ndim != 3 or states.shape[:2] != token_ids.shape:
         # Of a model that predicts several tokens at each place.
         raise ValueError(f"the model returned {list(states.shape)} for {list(token_ids.shape)} tokens")

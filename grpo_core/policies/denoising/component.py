@@ -25,6 +25,7 @@ from grpo_core.policies.denoising.scheduler import (
     step_logprob,
 )
 from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.policies.microbatches import by_length
 from grpo_core.policies.trained.component import TrainedComponent
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
@@ -37,6 +38,7 @@ from grpo_core.rollouts.records import (
     GroupRequest,
     SampledActions,
     StepGaussians,
+    TrainingRows,
 )
 from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import make_generator
@@ -242,9 +244,13 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         shared = map(self._shared, actions.prompts, _by_row(actions.sources, len(actions)))
         return list(zip(actions.sizes, actions.first_steps, shared, strict=True))
 
-    def shared_by_pass(self, actions: DenoisingBatch) -> Sequence[Hashable] | None:
-        """Return by row what rows of one call of the pipeline have in common; None on a CPU."""
-        return None if self._device.type == "cpu" else self._keys(actions)
+    def microbatches(self, rows: TrainingRows, indices: Sequence[int], size: int) -> list[list[int]]:
+        """Cut rows into microbatches; those of one call of the pipeline are neighbours, but not on a CPU."""
+        if self._device.type == "cpu":
+            return super().microbatches(rows, indices, size)
+        assert isinstance(rows.actions, DenoisingBatch), "a component has its own kind of actions"
+        keys = self._keys(rows.actions)
+        return by_length(rows.lengths(indices), size, [keys[row] for row in indices])
 
     @torch.no_grad()
     def _under(self, weights: AbstractContextManager[Any], calls: Sequence["_Call"]) -> list[list[Transition]]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,9 +13,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from grpo_core.errors import InputError
+from grpo_core.policies.microbatches import by_length
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
-from grpo_core.rollouts.records import ActionLogprobs, Entropies
+from grpo_core.rollouts.records import ActionLogprobs, Entropies, TrainingRows
 
 
 @contextmanager
@@ -119,12 +120,9 @@ class TrainedComponent(ABC, Generic[A]):
             finally:
                 self._is_reference = False
 
-    def shared_by_pass(self, actions: A) -> Sequence[Hashable] | None:
-        """Return by row what rows have in common where one pass scores them; None: any can be, or it does not matter.
-
-        On a CPU passes over few rows are not slower.
-        """
-        return None
+    def microbatches(self, rows: TrainingRows, indices: Sequence[int], size: int) -> list[list[int]]:
+        """Cut rows into microbatches of similar length, as places in `indices`."""
+        return by_length(rows.lengths(indices), size)
 
     def summed_values(self, actions: A) -> int:
         """Return how many values a log-prob of these actions is a sum over, each of which rounds on its own."""

@@ -63,6 +63,8 @@ class TrainedModel(ABC):
 
     model: nn.Module
     copies: dict[CopyName, WeightCopy]
+    # Whether a pass computes the prompt of several rows once; a trial of the loaded model finds out.
+    shares_prompts: bool = False
     # Where the reference is kept; None: on the device of each parameter.
     _reference_device: torch.device | None = None
 
@@ -221,6 +223,8 @@ def enable_recomputation(model: nn.Module) -> None:
         raise InputError("policy.gradient_checkpointing", True, hint)
     for layer in layers:
         layer.gradient_checkpointing = True
+        # Otherwise transformers drops the keys of a prompt; the caches of a pass with gradients survive a second one.
+        layer._can_checkpoint_with_cache = True
         layer._gradient_checkpointing_func = partial(_run, layer)
 
 

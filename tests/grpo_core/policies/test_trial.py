@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from grpo_core.errors import InputError
+from grpo_core.policies import kv_cache
 from grpo_core.policies.causal_lm.model_types import REFUSED, TRIED, TRIED_WITH_IMAGES, refuse_known
 from grpo_core.policies.diffusers.policy import DiffusersPolicy
 from grpo_core.policies.diffusers.source_images import SourceArgument
@@ -106,6 +107,34 @@ def test_a_class_of_pipeline(saved_folder: SavedFolder, name: str) -> None:
 def test_a_pipeline_in_16_bits(saved_folder: SavedFolder, precision: str) -> None:
     policy = load(saved_folder("sd3"), settings("sd3"), **{precision: torch.bfloat16})
     assert tried("diffusers", policy).difference < 1e-5
+
+
+# --- whether a prompt is computed once
+
+
+def test_prompts_are_shared_where_values_and_gradients_are_those_of_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs alone would not show that the prompt's values are detached; the run goes on with whole rows."""
+    policy = small_policy(make_model("llama"), TrainingChoice(LORA.lora, gradient_checkpointing=True))
+    assert tried("causal_lm", policy).prompts == "a group's prompt is computed once"
+    assert policy.trained.shares_prompts
+    read = kv_cache._of_rows
+    monkeypatch.setattr(kv_cache, "_of_rows", lambda values, rows: read(values, rows).detach())
+    assert "gradients with a shared prompt differ by" in tried("causal_lm", policy).prompts
+    assert not policy.trained.shares_prompts
+    monkeypatch.setattr(kv_cache, "_of_rows", lambda values, rows: read(values.flip(2), rows))
+    assert "log-probs with a shared prompt differ by" in tried("causal_lm", policy).prompts
+    monkeypatch.setattr(kv_cache, "_of_rows", read)
+    for layer in policy._model.model.layers:
+        # As transformers has it: a layer that is computed again drops the prompt.
+        layer._can_checkpoint_with_cache = False
+    assert "log-probs with a shared prompt differ by" in tried("causal_lm", policy).prompts
+
+
+@pytest.mark.slow
+def test_a_model_with_a_cache_of_its_own_computes_whole_rows() -> None:
+    policy = small_policy(small_model("minimax"), LORA)
+    assert tried("causal_lm", policy).prompts.startswith("each row computes its prompt: a trial of it fails")
+    assert not policy.trained.shares_prompts
 
 
 # --- what is broken

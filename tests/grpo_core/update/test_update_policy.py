@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from grpo_core.collect import collect_rollouts, join_groups
@@ -16,33 +14,16 @@ from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
 from grpo_core.losses.reductions import Denominators
 from grpo_core.losses.settings import MismatchSettings
 from grpo_core.parity import ParityError, ParityTolerance
+from grpo_core.policies.microbatches import by_length
 from grpo_core.policies.trained import model
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.rollouts.records import GroupRequest, TrainingRows
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
-from grpo_core.update.settings import OptimizerSettings, UpdateSettings, microbatches, minibatches
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings, minibatches
 from grpo_core.update.step import RatioStepMetrics, UpdateResult
 from tests.grpo_core.toy_policy import TablePolicy, sampled_rows
 from tests.tiny_policies import TEXT_PROMPTS, build_text_policy
-
-
-@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 9))
-def test_each_row_once_and_no_microbatch_above_its_size(lengths: list[int], size: int) -> None:
-    parts = microbatches(lengths, size)
-    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    assert all(len(part) == size for part in parts[:-1])
-    longest_first = [lengths[row] for part in parts for row in part]
-    assert longest_first == sorted(lengths, reverse=True)
-
-
-def test_rows_of_one_length_keep_their_order() -> None:
-    assert microbatches([5] * 5, 2) == [[0, 1], [2, 3], [4]]
-
-
-def test_rows_of_one_pass_are_neighbours_among_those_of_one_length() -> None:
-    assert microbatches([5, 5, 5, 5, 7, 5, 5], 3, "abababa") == [[4, 0, 2], [6, 1, 3], [5]]
-
 
 ADVANTAGES = [1.0, -1.0, 0.5, -0.5, 1.5, -1.5, 0.25]
 PARITY = ParityTolerance(1e-4, 1e-5)
@@ -204,7 +185,7 @@ def updated_with_recomputed_log_probs(rows: TrainingRows, settings: UpdateSettin
         optimizer.zero_grad()
         mask = rows.actions.loss_mask[indices]
         counts = replace(Denominators.of(mask), rollout_rows=7, rollout_tokens=int(rows.actions.loss_mask.sum()))
-        for places in microbatches(mask.sum(-1).tolist(), settings.micro_batch_size):
+        for places in by_length(mask.sum(-1).tolist(), settings.micro_batch_size):
             part = [indices[place] for place in places]
             inputs = LossInputs(
                 logprobs=policy.logprobs(rows.actions.select(part)).logprobs,

@@ -13,7 +13,6 @@ from configs.placement import PlacementSection
 from configs.sections import LoraSection
 from configs.training import ParitySection
 from grpo_core.policies.protocol import policy_family
-from grpo_core.rollouts.actions import TokenBatch
 from grpo_core.rollouts.records import TrainingRows
 from grpo_core.rollouts.streams import Stream
 from tasks.execution.resources import resource, run_resources
@@ -184,14 +183,16 @@ def test_the_support_of_kept_rows_is_found_in_one_search_a_file(
         "support_counts": [[2]] * 100,
         "finished": [True] * 100,
         "temperature": [1.0] * 100,
+        "prompt_length": [*range(100)],
     }
     table = pa.table(rows, schema=pa.schema([(name, IMAGE_ROLLOUTS.field(name).type) for name in rows]))
     for part, start in enumerate((0, 60)):
         pq.write_table(table.slice(start, 60), tmp_path / PART_FILE.format(part), row_group_size=25)
     kept = pl.DataFrame(table).filter(pl.col("sample_id").is_in([*names[5:40], *names[58:63], names[99]]))
-    read = read_tokens(kept.drop("support_ids"), [tmp_path], tmp_path, 1).actions
-    assert isinstance(read, TokenBatch)
+    tokens = read_tokens(kept.drop("support_ids"), [tmp_path], tmp_path, 1)
+    read = tokens.actions
     assert read.support is not None
     chosen = [*range(5, 40), *range(58, 63), 99]
     assert read.support.ids.tolist() == [each for number in chosen for each in (number, number + 1)]
     assert searches == [60, 40]
+    assert tokens.prompt_lengths.tolist() == chosen
