@@ -91,7 +91,8 @@ class DistributedProcessGroup:
         if not shares:
             return float(nn.utils.clip_grad_norm_(replicated, max_norm))
         local = [gradient.to_local() for gradient in _gradients(shares) if isinstance(gradient, DTensor)]
-        square = get_total_norm(local).double().square()
+        # Of no gradients it is on the CPU, where NCCL cannot communicate.
+        square = get_total_norm(local).double().square().to(self.device)
         dist.all_reduce(square)
         norm = float((square + get_total_norm(_gradients(replicated)).double().square().to(square)).sqrt())
         # The same formula as in torch's clip_grad_norm_.

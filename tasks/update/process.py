@@ -224,11 +224,18 @@ def _require_success(answers: Sequence[Future[Any]], check: Callable[[], object]
         check()
     if not (failed := _errors(answers)):
         return
-    if isinstance(failed[0], RemoteStageError):
-        # When a process is killed, another may report first that it has lost the connection.
+    if _lost_the_others(failed[0]):
         wait(answers, SECONDS_TO_FIND_CAUSE)
         failed = _errors(answers)
-    raise next((error for error in failed if not isinstance(error, RemoteStageError)), failed[0])
+    raise next((error for error in failed if not _lost_the_others(error)), failed[0])
+
+
+def _lost_the_others(error: BaseException) -> bool:
+    """Return whether a process may have failed because another one did, and have told it first.
+
+    Over gloo it raises an error that cannot be rebuilt here, and the watchdog of NCCL aborts it.
+    """
+    return isinstance(error, RemoteStageError) or (isinstance(error, LostStageError) and "by SIGABRT" in str(error))
 
 
 def _errors(answers: Sequence[Future[Any]]) -> list[BaseException]:

@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import psutil
@@ -18,13 +21,13 @@ from configs.training import ReferenceSection, UpdateSection
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.rollouts.streams import Stream
 from grpo_core.update.distributed import DistributedProcessGroup
-from tasks.execution.errors import LostStageError
+from tasks.execution.errors import LostStageError, RemoteStageError
 from tasks.execution.resources import run_resources
 from tasks.progress import listen
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore, current_store, described, use_store
 from tasks.update.job import SharedJob, UpdateOutcome, refuse_unequal_sources, refuse_unusable_placement
-from tasks.update.process import take_part
+from tasks.update.process import _require_success, take_part
 from tests.processes import ProgressLog, in_processes
 from tests.tasks.update.update_jobs import (
     ADVANTAGE_OF,
@@ -201,6 +204,23 @@ def test_rows_whose_decoder_makes_unequal_passes_are_not_sharded() -> None:
     with pytest.raises(InputError, match="0 to 2") as caught:
         refuse_unequal_sources(section, ["denoising"], [1, 0, 2])
     assert caught.value.place == "placement.sharding"
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        RemoteStageError("RuntimeError: Connection closed by peer", "", None),
+        LostStageError("process 1 of 2 ended by SIGABRT\nwatchdog got stuck"),
+    ],
+)
+def test_the_process_that_died_is_named_and_not_one_that_lost_it(first: Exception) -> None:
+    answers = [Future[Any](), Future[Any]()]
+    answers[0].set_exception(first)
+    later = threading.Timer(0.1, answers[1].set_exception, [LostStageError("process 2 of 2 ended by SIGKILL")])
+    later.start()
+    with pytest.raises(LostStageError, match="process 2"):
+        _require_success(answers, lambda: None)
+    later.join()
 
 
 # --- started as a run starts them: half a minute each, nearly all of it the imports of the processes
