@@ -23,9 +23,11 @@ from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[a
 from configs.schema import changed_settings
 from grpo_core.errors import InputError, raise_all
 from tasks.execution.call import code_of
-from tasks.execution.errors import ErrorRecord, LostStageError, StageCancelledError
+from tasks.execution.errors import ErrorRecord, LostStageError, RemoteStageError, StageCancelledError
 from tasks.execution.fingerprint import changed_versions, library_versions
 from tasks.progress import log
+from tasks.storage.artifacts.reference import StaleReferenceError
+from tasks.storage.roots import StorageError
 from tasks.update.job import SharedJob
 
 SECONDS_BETWEEN_CHECKS = 0.1
@@ -183,9 +185,7 @@ class Machines:
             time.sleep(SECONDS_BETWEEN_CHECKS)
         if failure := text.partition(" ")[2]:
             record = ErrorRecord.model_validate_json(failure)
-            if record.kind in ("LostStageError", "StageTimeoutError"):
-                raise LostStageError(f"machine {rank}: {record.message}")
-            raise record.error()
+            raise _at(f"machine {rank}", record)
 
     def cancel(self, number: int) -> None:
         """Have the other machines end their processes of a job."""
@@ -229,6 +229,22 @@ class Machines:
         """Report that the part of this machine is done, or why it failed."""
         text = "" if failure is None else json.dumps(failure.model_dump(mode="json"))
         self._write(f"{self._token}/done", f"{number} {text}")
+
+
+def _at(machine: str, record: ErrorRecord) -> Exception:
+    """Rebuild the error of another machine, which its message names; those that all machines raise alike need none."""
+    if record.kind in ("LostStageError", "StageTimeoutError"):
+        return LostStageError(f"{machine}: {record.message}")
+    error = record.error()
+    if isinstance(error, InputError):
+        return InputError(f"{machine}: {error.place}", error.value, error.hint)
+    if isinstance(error, RemoteStageError):
+        return RemoteStageError(f"{machine}: {error.message}", error.trace, error.retryable)
+    if isinstance(error, StorageError):
+        return StorageError(f"{machine}: {error.place}", error.value, error.reason)
+    if isinstance(error, StaleReferenceError):
+        return StaleReferenceError(f"{machine}: {error}")
+    return error
 
 
 _MACHINES: ContextVar[Machines | None] = ContextVar("machines", default=None)

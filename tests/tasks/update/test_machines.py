@@ -17,11 +17,13 @@ from configs.placement import PlacementSection
 from grpo_core.errors import InputError
 from tasks.execution.child_process import ChildProcess
 from tasks.execution.devices import DeviceProcess, DeviceProcesses
-from tasks.execution.errors import LostStageError, StageCancelledError, record_of
+from tasks.execution.errors import LostStageError, RemoteStageError, StageCancelledError, record_of
 from tasks.execution.fingerprint import library_versions
 from tasks.execution.resources import resource, run_resources
 from tasks.progress import listen
+from tasks.storage.artifacts.reference import StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, described, use_store
+from tasks.storage.roots import StorageError
 from tasks.update.job import SharedJob
 from tasks.update.machines import MachineJob, Machines, Rendezvous, claim_rendezvous, first_machine
 from tasks.update.process import UpdateGroup, take_part_in_updates
@@ -119,6 +121,29 @@ def test_a_job_and_how_it_ends(store: ArtifactStore, tmp_path: Path, places: tup
         second.require_not_cancelled()
     first.end(failed=False)
     assert second.next_job() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (InputError("policy.model", "m", "Copy it."), "machine 1: policy.model"),
+        (StaleReferenceError("iteration_000001/rollouts: it has no manifest"), "machine 1: iteration_000001"),
+        (StorageError("storage.root", "/runs", "the disk is full"), "machine 1: storage.root"),
+        (KeyError("rows"), "machine 1: KeyError"),
+        (LostStageError("process 2 of 2 ended by SIGKILL"), "machine 1: process 2"),
+    ],
+)
+def test_an_error_of_a_machine_names_it(
+    store: ArtifactStore, tmp_path: Path, places: tuple[Rendezvous, Rendezvous], error: Exception, said: str
+) -> None:
+    job, (first, second) = posted(store, tmp_path), (Machines(place) for place in places)
+    second.arrive(1)
+    first.others()
+    number = first.post(job)
+    second.next_job()
+    second.finish(number, record_of(error))
+    with pytest.raises(RemoteStageError if isinstance(error, KeyError) else type(error), match=f"^{said}"):
+        first.wait(number, 1)
 
 
 def test_restarted_machines_find_each_other(
