@@ -66,7 +66,7 @@ def count_operations(root: str, fatal: Operation | None) -> Mapping[str, int]:
         kind = _OPERATIONS.get(event)
         if kind is None or (event == "open" and not arguments[2] & _WRITING):
             return
-        stack = _functions(sys._getframe(1))
+        stack = functions_of(sys._getframe(1))
         if not stack or not (str(arguments[0]).startswith(root) or any(f.startswith(_STORAGE) for f in stack)):
             return
         name = f"{kind}: {' < '.join(function.rpartition('/')[2] for function in stack[:_NAMED])}"
@@ -82,7 +82,8 @@ def count_operations(root: str, fatal: Operation | None) -> Mapping[str, int]:
     return counts
 
 
-def _functions(frame: FrameType | None) -> list[str]:
+def functions_of(frame: FrameType | None) -> list[str]:
+    """Return the project's functions that are running in this frame and below, innermost first, with their files."""
     found = []
     while frame is not None:
         name = frame.f_code.co_filename.removeprefix(_CHECKOUT)
