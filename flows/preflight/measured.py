@@ -13,7 +13,9 @@ import torch
 from configs.schema import RunConfig
 from flows.preflight.prompts import PromptFiles
 from grpo_core.collect import collect_rollouts, join_groups
+from grpo_core.errors import InputError
 from grpo_core.parity import ParityTolerance, measure_parity
+from grpo_core.policies.estimate import PHASES
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.sizes import Phase
 from grpo_core.rollouts.actions import TokenBatch
@@ -30,6 +32,12 @@ from tasks.update.rows import parity_tolerance
 
 UNLIMITED = ParityTolerance(math.inf, math.inf)
 _TOKENS = 4
+_LOWERED: Mapping[Phase, str] = {
+    "sampling": "rollout.prompts_per_batch",
+    "decoding": "rollout.decode_batch_size",
+    "tokens update": "update.micro_batch_size",
+    "denoising update": "update.micro_batch_size",
+}
 _UPDATES: Mapping[Stream, Phase] = {"tokens": "tokens update", "denoising": "denoising update"}
 
 
@@ -47,10 +55,14 @@ class PhaseCosts:
         self._measured = 0.0
 
     def during(self, phase: Phase, work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Do the work, and measure it as this phase."""
+        """Do the work, and measure it as this phase; InputError names what to lower where memory is too small."""
         self._begin()
         before, begun = self._measured, time.perf_counter()
-        result = work(*arguments, **options)
+        try:
+            result = work(*arguments, **options)
+        except torch.OutOfMemoryError as error:
+            hint = f"The device's memory is too small ({PHASES[phase]}). Lower it: docs/first_gpu.md."
+            raise InputError(_LOWERED[phase], str(error).partition(". ")[0], hint) from error
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self.device)
@@ -101,15 +113,18 @@ def measure_update(
     """
     once = settings.model_copy(update={"learning_rate": 0.0, "minibatch_size": len(rows), "epochs": 1})
     kept = {"ema": settings.ema is not None, "old": settings.old_policy_decay(1) > 0}
-    for name in (name for name, is_kept in kept.items() if is_kept):
+    names = [name for name, is_kept in kept.items() if is_kept]
+    for name in names:
         component.trained.keep(name)
     optimizer = PolicyOptimizer(component.trainable_parameters(), once)
     train: Any = update_by_nft if once.algorithm == "nft" else partial(update_policy, parity=UNLIMITED)
     update = partial(train, component, optimizer, rows, once, seed=0)
-    result = first(update)
-    costs.during(_UPDATES[rows.actions.stream], update)
+    phase = _UPDATES[rows.actions.stream]
+    result: UpdateResult = costs.during(phase, first, update)
+    costs.during(phase, update)
     optimizer.zero_grad()
-    component.trained.copies.clear()
+    for name in names:
+        del component.trained.copies[name]
     return result
 
 

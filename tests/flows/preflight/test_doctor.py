@@ -204,6 +204,16 @@ def test_what_a_loaded_model_takes_is_measured_without_a_change_of_it() -> None:
     }
 
 
+def test_a_phase_without_room_names_what_to_lower() -> None:
+    def work() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    costs = PhaseCosts(torch.device("cpu"))
+    with pytest.raises(InputError, match=r"too small \(sample tokens\)") as caught:
+        costs.during("decoding", costs.during, "sampling", work)
+    assert (caught.value.place, caught.value.value) == ("rollout.prompts_per_batch", "CUDA out of memory")
+
+
 def test_seconds_of_a_phase_are_without_those_of_one_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 1.0, 4.0, 9.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(times))
