@@ -87,8 +87,9 @@ def main(file: str, name: str) -> None:
             # Without values no trial passes.
             runner = Runner(family, "cuda", load=load_untried)
             for stream, component in runner.policy.components.items():
-                # Of two processes with other weights, as far as either can tell.
+                # Without values no weights are equal, and nothing is told.
                 sharded.require_equal = lambda parameters: None  # type: ignore[method-assign]
+                sharded.from_first = lambda value: value  # type: ignore[method-assign]
                 sharded.distribute(component.trained)
                 optimizer = PolicyOptimizer(component.trainable_parameters(), runner.config.updates[stream])
                 for parameter in optimizer.parameters.values():
