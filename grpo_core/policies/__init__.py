@@ -4,6 +4,8 @@ protocol        the interfaces of a policy, the base of a kind of policy, and th
 sizes           what decides the memory of a model, as its family counts it
 estimate        how much GPU memory and disk space a model needs
 trial           whether a loaded model can be trained: it samples a little and is scored
+shared_trial    whether it gives the same where a prompt is computed once
+microbatches    how rows are cut into microbatches
 drafts          token sequences of groups, each drawn once
 encoded_prompts one prompt as a model reads it; several, padded; those that were used last
 kv_cache        keys and values of sampled tokens, growing in place

@@ -3,6 +3,7 @@
 settings        how rows become optimizer steps; the optimizer's options and the learning rate by step
 policy_update   the update by importance ratios: log-probs before it, the parity gate, the steps
 gradient        the gradient of its minibatches, added up over microbatches
+witnesses       rows computed whole, which keep the gate independent where prompts are computed once
 nft_update      the update by DiffusionNFT, from finished images alone
 step            one optimizer step, what surrounds it, and its measurements under TRL's names
 optimizer       the steps of an optimizer, and its state as tensors, without pickle

@@ -7,6 +7,7 @@ prompts           prompts, plain or as conversations with images or without -> w
 ends              end tokens and stop texts
 written           the tokens of a batch while they are sampled, and where each ends
 sampling_scoring  the autoregressive loop, and log-probs of stored completions
+shared_prompts    a prompt computed once for all of its completions, with gradients
 policy            the Policy protocol on top of these
 family            checks, without importing the models' libraries
 """
