@@ -9,6 +9,6 @@ trust    what a stored run's configuration would use, and whether this person kn
 machine  what this machine has for a run: GPU memory, disk, fonts; how much work a training is
 inputs   the checks of a run or an evaluation, in their order
 loaded   `grpo doctor --load`: the model as a run loads it, beside the estimate
-measured what a loaded policy takes on its device
+measured  what a loaded policy takes on its device
 doctor   `grpo doctor`: the same checks, where the weights are, and estimates of memory and disk
 """
