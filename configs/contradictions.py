@@ -15,6 +15,9 @@ from grpo_core.policies.trained.quantization import refuse_adapters
 from grpo_core.rewards.registry import build_reward
 from grpo_core.update.optimizer_kinds import OPTIMIZERS
 
+MASKED = ("sdpa", "eager")
+"""Implementations of attention that take a mask of any form."""
+
 MANIFEST_ENDING = ".manifest.json"
 """Ending of the file next to a stored table, whose folder has the reward's name."""
 
@@ -33,6 +36,7 @@ def contradictions(config: RunConfig) -> list[InputError]:
         *_batches(config),
         *_quantization(config),
         *_engine(config),
+        *_cache(config),
         *_memory(config),
         *_reference(config),
         *_schedule(config),
@@ -235,6 +239,14 @@ def _engine(config: RunConfig) -> Iterator[InputError]:
         yield InputError("rollout.vllm.command", command, hint)
     for place, lora in policy.loras.items():
         yield from _refused(refuse_vllm_adapters, lora, f"policy.{place}")
+
+
+def _cache(config: RunConfig) -> Iterator[InputError]:
+    """Yield attention that takes no mask over a static cache."""
+    attention = config.policy.attn_implementation
+    if getattr(config.rollout, "cache_implementation", "dynamic") == "static" and attention not in (None, *MASKED):
+        hint = f"{attention} takes no mask over a static cache; use sdpa, or rollout.cache_implementation: dynamic."
+        yield InputError("policy.attn_implementation", attention, hint)
 
 
 def _memory(config: RunConfig) -> Iterator[InputError]:

@@ -117,6 +117,9 @@ class TextRolloutSection(_GroupsSection, CausalLMSettings):
         """Refuse settings of an engine that is not used, and what the engine cannot sample."""
         super().check()
         refuse_truncation(self.engine, self)
+        if self.engine == "vllm" and self.cache_implementation == "static":
+            hint = "The servers of vLLM have a cache of their own; leave it out, or set rollout.engine to policy."
+            raise InputError("rollout.cache_implementation", self.cache_implementation, hint)
         if (self.engine == "vllm") != (self.vllm is not None):
             hint = "Engine vllm needs its servers here, and engine policy has none; give both or neither."
             raise InputError("rollout.vllm", None if self.vllm is None else "a section", hint)

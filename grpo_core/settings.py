@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -123,9 +123,12 @@ class TokenSamplingSettings(Truncation):
 
     Attributes:
         temperature: of the token distribution.
+        cache_implementation: of keys and values, as transformers names it: dynamic, which grows by the tokens; or
+            static, whose passes have fixed shapes and run as CUDA graphs on a GPU.
     """
 
     temperature: PositiveFloat = 1.0
+    cache_implementation: Literal["dynamic", "static"] = "dynamic"
 
 
 @dataclass(frozen=True)

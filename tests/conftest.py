@@ -57,7 +57,13 @@ gc.disable()
 # Shapes and dtypes that signatures and records state are checked in these modules, on every call of every test.
 _SHAPED = ("advantages", "logprobs", "losses", "parity", "rewards.mix", "rewards.similarity", "sampling")
 _SHAPED_ROLLOUTS = ("actions", "records")
-_SHAPED_POLICIES = ("encoded_prompts", "kv_cache", "causal_lm.sampling_scoring", "causal_lm.written")
+_SHAPED_POLICIES = (
+    "encoded_prompts",
+    "kv_cache",
+    "causal_lm.decode_steps",
+    "causal_lm.sampling_scoring",
+    "causal_lm.written",
+)
 _SHAPED_GLM = ("decode_step", "decoding", "prompts")
 install_import_hook(
     [

@@ -45,6 +45,9 @@ class GrowingLayer(DynamicLayer):
         """Keep these rows."""
         self._move(self.keys[indices], self.values[indices], self.get_seq_length())
 
+    def _new(self, part: Tensor, *shape: int) -> Tensor:
+        return part.new_empty(shape)
+
     def _move(
         self,
         keys: Float[Tensor, "rows heads filled dim"],
@@ -54,12 +57,51 @@ class GrowingLayer(DynamicLayer):
         capacity = max(length, min(self._limit, length + max(_GROWTH, length // 4)))
 
         def moved(part: Tensor) -> tuple[Tensor, Tensor]:
-            memory = part.new_empty(*part.shape[:2], capacity, part.shape[3])
+            memory = self._new(part, *part.shape[:2], capacity, part.shape[3])
             filled = memory[:, :, : part.shape[2]]
             return memory, filled.copy_(part)
 
         (key_memory, self.keys), (value_memory, self.values) = moved(keys), moved(values)
         self._memory = key_memory, value_memory
+
+
+class FixedLayer(GrowingLayer):
+    """Keys and values of one layer, of which attention gets all the memory: it has to be masked where it is empty."""
+
+    def __init__(self, filled: DynamicLayer, limit: int, place: Int[Tensor, " 1"]) -> None:
+        """Take over a filled layer, for at most `limit` tokens of a row; each goes to the `place` of its time."""
+        super().__init__(filled, limit)
+        self._place = place
+
+    @property
+    def capacity(self) -> int:
+        """The number of tokens of a row that there is memory for."""
+        return self._memory[0].shape[-2]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Put the keys and values of one token to its place, and return the memory."""
+        for memory, states in zip(self._memory, (key_states, value_states), strict=True):
+            memory.index_copy_(2, self._place, states)
+        return self._memory
+
+    def move(self, length: int, rows: Int[Tensor, " kept"] | None = None) -> None:
+        """Take other memory, with the first `length` tokens of these rows and room for more."""
+        keys, values = (part[:, :, :length] if rows is None else part[rows, :, :length] for part in self._memory)
+        self._move(keys, values, length)
+
+    def _new(self, part: Tensor, *shape: int) -> Tensor:
+        # No mask hides a NaN of memory that nobody has written.
+        return part.new_zeros(shape)
+
+
+def fix_in_place(cache: Cache, limit: int, place: Int[Tensor, " 1"]) -> list[FixedLayer]:
+    """Give the layers of a filled cache memory of a fixed shape; ValueError for others than those of all tokens."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is not DynamicLayer or not layer.is_initialized:
+            raise ValueError(f"layer {index} of the model keeps a {type(layer).__name__}, not the keys of all tokens")
+    fixed = [FixedLayer(layer, limit, place) for layer in cache.layers]
+    cache.layers[:] = fixed
+    return fixed
 
 
 def grow_in_place(cache: Cache, limit: int) -> None:

@@ -38,11 +38,12 @@ from tasks.models.resident import ModelSpec, load_policy, load_untried
 from tests.stub_gpu import stub
 from tests.stub_gpu.host_values import HostValues, Site
 
-COUNTED = ("waits", "pageable_copies", "launches", "products")
+COUNTED = ("waits", "pageable_copies", "launches", "products", "graphs")
 MICROBATCH, EPOCHS = 4, 2
 _ROLLOUT = {"group_size": 4, "prompts_per_iteration": 2, "prompts_per_batch": 2}
 _UPDATE = {"minibatch_size": 8, "micro_batch_size": MICROBATCH, "epochs": EPOCHS}
 NEVER_SAMPLED = 1 << 30
+STATIC: Mapping[str, Any] = {"cache_implementation": "static"}
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Family:
     prompts: tuple[str, ...] = ("a red circle", "a green square at the bottom right on a white background")
     with_images: bool = False
     updates: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"update": {}})
+    static: bool = False
 
 
 _GLM = {"guidance_scale": 1.5, "height": 32, "width": 32}
@@ -64,7 +66,7 @@ _MORE_TOKENS, _MORE_STEPS = {"token": {"height": 64}}, {"denoising step": {"num_
 _EDITS, _QUESTIONS = ("make the circle red", "make the heart purple"), ("where is it? <image>", "where? <image>")
 _WORDS = ("sort the letters of ele", "sort the letters of amabezaz")
 FAMILIES = {
-    "glm_image": Family("tiny", {**_GLM, "num_inference_steps": 3}, _MORE_TOKENS | _MORE_STEPS),
+    "glm_image": Family("tiny", {**_GLM, "num_inference_steps": 3}, _MORE_TOKENS | _MORE_STEPS, static=True),
     "glm_image_both": Family(
         "tiny_both",
         {**_GLM, **_WINDOW, "samples_with_images": 4, "images_per_sample": 2},
@@ -81,7 +83,9 @@ FAMILIES = {
         ("a red circle",) * 2,
         updates={"update": {"timesteps_per_image": 1}},
     ),
-    "causal_lm": Family("tiny_text", {"max_completion_length": 9}, {"token": {"max_completion_length": 25}}, _WORDS),
+    "causal_lm": Family(
+        "tiny_text", {"max_completion_length": 9}, {"token": {"max_completion_length": 25}}, _WORDS, static=True
+    ),
     "vision_lm": Family(
         "tiny_grounding",
         {"max_completion_length": 6},
@@ -180,6 +184,16 @@ def numbers(groups: Sequence[RolloutGroup], updates: Mapping[Stream, Any]) -> di
     return found
 
 
+def compare_static(runner: Runner, groups: Sequence[RolloutGroup], found: Found) -> None:
+    """Sample with a static cache on the device, beside what the growing one gave on the CPU."""
+    for number, pair in enumerate(zip(runner.sample(**STATIC), groups, strict=True)):
+        for values, group in zip((found.cuda, found.cpu), pair, strict=True):
+            tokens: Any = group.streams["tokens"]
+            values[f"static cache, group {number}: log-probs"] = float(tokens.rollout_logprobs.sum())
+            ids = tokens.actions.token_ids.double().square().sum()
+            values[f"static cache, group {number}: ids"] = float(ids)
+
+
 def group_requests(
     config: RunConfig, prompts: Sequence[str], sources: Sequence[tuple[SourceImage, ...]]
 ) -> list[GroupRequest]:
@@ -232,7 +246,7 @@ def measure(family: Family) -> Found:
     # The only attention that both devices compute by the same operations.
     with sdpa_kernel(SDPBackend.MATH):
         here = Runner(family, "cpu")
-        groups = here.sample()
+        here_groups = groups = here.sample()
         found = Found(cpu=numbers(groups, {stream: here.update(groups, stream) for stream in here.policy.components}))
     with sdpa_kernel(SDPBackend.MATH), HostValues(everything=True) as values:
         runner, meter = Runner(family, "cuda"), Meter(values, found)
@@ -245,6 +259,8 @@ def measure(family: Family) -> Found:
             meter.compare(f"{stream} microbatch", half, whole, EPOCHS * (rows - rows // 2) // MICROBATCH)
             updates[stream] = whole.result
         found.cuda = numbers(groups, updates)
+        if family.static:
+            compare_static(runner, here_groups, found)
         if isinstance(runner.policy, CausalLMPolicy):
             runner.policy.ends = (NEVER_SAMPLED,)
         base = meter.run(runner.sample)
@@ -252,6 +268,14 @@ def measure(family: Family) -> Found:
             runner.sample(**changes)  # what the first rollout of a size, or with these settings, makes is not counted
             longer = meter.run(partial(runner.sample, **changes))
             meter.compare(unit, base, longer, length(unit, longer, changes) - length(unit, base, family.rollout))
+        if family.static:
+            more = {**STATIC, **family.longer["token"]}
+            base, longer = meter.run(partial(runner.sample, **STATIC)), meter.run(partial(runner.sample, **more))
+            meter.compare("token, static cache", base, longer, length("", longer, {}) - length("", base, {}))
+            reserved = torch.cuda.memory_reserved()
+            runner.sample(**more)
+            found.cuda["static cache: growth"] = torch.cuda.memory_reserved() - reserved
+            found.cpu["static cache: growth"] = 0
         found.failed = dict(values.failed)
     with HostValues(everything=False) as values:
         # Without values no trial passes.

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ _INDEXING = frozenset(
 _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _SET_STORAGE = (aten.set_.source_Storage, aten.set_.source_Storage_storage_offset)
 
+_Call = tuple[Any, Any, Mapping[str, Any], Any]
+
 Site = tuple[str, str]
 """What happens ("wait: item"), in which function of which file; a line of it is in `HostValues.lines`."""
 
@@ -70,6 +72,7 @@ class HostValues(TorchDispatchMode):
         self.everything = everything
         self.sites, self.operations, self.failed = Counter[Site](), Counter[str](), Counter[str]()
         self.exact_products = 0
+        self._capturing: list[_Call] | None = None
         self.lines: dict[Site, str] = {}
         self._mirror: dict[int, torch.UntypedStorage] = {}
         self._special: dict[Any, Callable[..., Any]] = {
@@ -109,6 +112,36 @@ class HostValues(TorchDispatchMode):
         elif special == self._copy:
             return special(func, args, kwargs)
         return self._plain(func, args, kwargs)
+
+    # ---- CUDA graphs: what is captured is computed at each replay
+
+    def __enter__(self) -> Self:
+        graphs: Any = torch.cuda.CUDAGraph
+        self._of_torch = graphs.capture_begin, graphs.capture_end, graphs.replay
+        graphs.capture_begin, graphs.capture_end, graphs.replay = (
+            lambda graph, *args, **given: self._begin_capture(graph, *args, **given),
+            lambda graph: self._end_capture(graph),
+            lambda graph: self._replay(graph),
+        )
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *args: Any) -> None:
+        graphs: Any = torch.cuda.CUDAGraph
+        graphs.capture_begin, graphs.capture_end, graphs.replay = self._of_torch
+        super().__exit__(*args)
+
+    def _begin_capture(self, graph: Any, *args: Any, **given: Any) -> None:
+        self._of_torch[0](graph, *args, **given)
+        self._capturing = graph.calls = []
+
+    def _end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._capturing = None
+        self._of_torch[1](graph)
+
+    def _replay(self, graph: Any) -> None:
+        self._of_torch[2](graph)
+        for call in graph.calls:
+            self._mirrored(*call)
 
     # ---- the mirror
 
@@ -161,14 +194,21 @@ class HostValues(TorchDispatchMode):
 
     def _plain(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         result = func(*args, **kwargs)
+        if self._capturing is None:
+            self._mirrored(func, args, kwargs, result)
+        else:
+            self._capturing.append((func, args, kwargs, result))
+        return result
+
+    def _mirrored(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         given, made = tensors_in((*args, *kwargs.values())), tensors_in((result,))
         changes = func._schema.is_mutable
         on_device = [each for each in (given if changes else made) if each.is_cuda]
         if not on_device:
-            return result
+            return
         places = {each.untyped_storage().data_ptr() for each in given if each.is_cuda}
         if not changes and all(each.untyped_storage().data_ptr() in places for each in on_device):
-            return result  # a view, whose values are seen through its storage
+            return  # a view, whose values are seen through its storage
         values = self._computed(func, args, kwargs, given, made)
         if not changes:
             for each, value in zip(made, values or [None] * len(made), strict=True):
@@ -177,7 +217,6 @@ class HostValues(TorchDispatchMode):
         elif values is None:
             for each in made or on_device:
                 self._mirror.pop(each.untyped_storage().data_ptr(), None)
-        return result
 
     def _computed(
         self, func: Any, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor], made: Sequence[Tensor]

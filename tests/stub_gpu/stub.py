@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import Tensor
 
-_NAMES = ("launches", "products", "waits", "pageable_copies", "device_bytes", "device_peak")
+_NAMES = ("launches", "products", "waits", "pageable_copies", "graphs", "device_bytes", "device_peak")
 
 
 class _Counts(ctypes.Structure):

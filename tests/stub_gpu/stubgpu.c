@@ -19,13 +19,28 @@ typedef cudaError_t Error;
 typedef cublasStatus_t Status;
 
 // ---- counts; stub.py has their names in this order ------------------------------------------------------------------
-typedef struct { u64 launches, products, waits, pageable_copies, device_bytes, device_peak; } Counts;
+typedef struct { u64 launches, products, waits, pageable_copies, graphs, device_bytes, device_peak; } Counts;
 static Counts counts;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 Counts *stub_counts(void) { return &counts; }
 void stub_reset(void) { counts = (Counts){.device_bytes = counts.device_bytes, .device_peak = counts.device_bytes}; }
-static Error waited(void) { __sync_add_and_fetch(&counts.waits, 1); return 0; }
-static Error launched(void) { __sync_add_and_fetch(&counts.launches, 1); return 0; }
+
+// A stream that a CUDA graph is captured from, in a thread at a time: what is launched there is recorded and not run.
+// As CUDA does, a wait or a copy of pageable memory in this thread breaks the capture, which then cannot be ended.
+typedef struct { u64 nodes; } Graph;
+static __thread struct { cudaStream_t stream; Graph *graph; int broken; } capture;
+static u64 captures;
+static Error breaks_capture(void) { capture.broken = 1; return cudaErrorStreamCaptureUnsupported; }
+static Error waited(void) {
+    if (capture.graph) return breaks_capture();
+    __sync_add_and_fetch(&counts.waits, 1);
+    return 0;
+}
+static int recorded(void) { return capture.graph ? ++capture.graph->nodes, 1 : 0; }
+static Error launched(void) {
+    if (!recorded()) __sync_add_and_fetch(&counts.launches, 1);
+    return 0;
+}
 
 // ---- the device -----------------------------------------------------------------------------------------------------
 static u64 total_memory(void) { const char *gib = getenv("STUB_GPU_GIB"); return (gib ? atof(gib) : 80.0) * (1 << 30); }
@@ -75,7 +90,10 @@ Error cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return 0;
 }
 Error cudaDeviceCanAccessPeer(int *can, int a, int b) { *can = 0; return 0; }
-const char *cudaGetErrorString(Error e) { return e == cudaErrorMemoryAllocation ? "out of memory" : "stub error"; }
+const char *cudaGetErrorString(Error e) {
+    return e == cudaErrorMemoryAllocation ? "out of memory"
+         : e == cudaErrorStreamCaptureUnsupported ? "operation not permitted when stream is capturing" : "stub error";
+}
 const char *cudaGetErrorName(Error e) { return e == cudaErrorMemoryAllocation ? "cudaErrorMemoryAllocation" : "stub"; }
 Error cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *f) {
     *a = (struct cudaFuncAttributes){.maxThreadsPerBlock = 1024, .numRegs = 32, .maxDynamicSharedSizeBytes = 232448};
@@ -179,7 +197,12 @@ static Error copied(void *to, const void *from, size_t n) {
     if (is_device(to) && is_device(from)) return 0;
     const void *host = is_device(to) ? from : to;
     pthread_mutex_lock(&lock);
-    counts.pageable_copies += !is_pinned(host);
+    int pageable = !is_pinned(host);
+    counts.pageable_copies += pageable;
+    if (pageable && capture.graph) {
+        pthread_mutex_unlock(&lock);
+        return breaks_capture();
+    }
     if (!is_device(to)) memset(to, 0, n);
     else if (n && n <= 65536) {
         Sent *kept = sent_to((u64)to);
@@ -189,7 +212,10 @@ static Error copied(void *to, const void *from, size_t n) {
     pthread_mutex_unlock(&lock);
     return 0;
 }
-Error cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind k) { waited(); return copied(to, from, n); }
+Error cudaMemcpy(void *to, const void *from, size_t n, enum cudaMemcpyKind k) {
+    Error broken = waited();
+    return broken ? broken : copied(to, from, n);
+}
 Error cudaMemcpyAsync(void *to, const void *from, size_t n, enum cudaMemcpyKind k, cudaStream_t s) {
     return copied(to, from, n);
 }
@@ -200,14 +226,36 @@ static void *handle(void) { return (void *)__sync_add_and_fetch(&handles, 16); }
 Error cudaStreamCreate(cudaStream_t *s) { *s = handle(); return 0; }
 Error cudaStreamCreateWithFlags(cudaStream_t *s, unsigned f) { *s = handle(); return 0; }
 Error cudaStreamCreateWithPriority(cudaStream_t *s, unsigned f, int p) { *s = handle(); return 0; }
-Error cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *c) { *c = 0; return 0; }
+static enum cudaStreamCaptureStatus status(cudaStream_t s) {
+    if (!capture.graph || capture.stream != s) return cudaStreamCaptureStatusNone;
+    return capture.broken ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+}
+Error cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *c) { *c = status(s); return 0; }
 Error cudaStreamGetCaptureInfo(cudaStream_t s, enum cudaStreamCaptureStatus *c, u64 *id, cudaGraph_t *g,
                                const cudaGraphNode_t **d, const cudaGraphEdgeData **e, size_t *n) {
-    if (c) *c = 0;
-    if (id) *id = 0;
+    enum cudaStreamCaptureStatus found = status(s);
+    if (c) *c = found;
+    if (id) *id = found ? captures : 0;
+    if (g) *g = found ? (cudaGraph_t)capture.graph : 0;
     if (n) *n = 0;
     return 0;
 }
+Error cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode m) {
+    if (!s || capture.graph) return cudaErrorStreamCaptureUnsupported;
+    capture.stream = s;
+    capture.graph = calloc(1, sizeof(Graph));
+    capture.broken = 0;
+    captures++;
+    return 0;
+}
+Error cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *g) {
+    *g = capture.broken ? 0 : (cudaGraph_t)capture.graph;
+    capture.graph = 0;
+    return capture.broken ? cudaErrorStreamCaptureInvalidated : 0;
+}
+Error cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t *nodes, size_t *n) { *n = ((Graph *)g)->nodes; return 0; }
+Error cudaGraphInstantiate(cudaGraphExec_t *e, cudaGraph_t g, u64 flags) { *e = (cudaGraphExec_t)g; return 0; }
+Error cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) { __sync_add_and_fetch(&counts.graphs, 1); return 0; }
 Error cudaStreamSynchronize(cudaStream_t s) { return waited(); }
 Error cudaDeviceSynchronize(void) { return waited(); }
 Error cudaEventSynchronize(cudaEvent_t e) { return waited(); }
@@ -240,7 +288,10 @@ Error cudaGetDriverEntryPointByVersion(const char *s, void **f, unsigned v, u64 
 }
 
 // ---- cuBLAS; every product is this one, whatever its arguments (build.py) --------------------------------------------
-Status stub_product(void) { __sync_add_and_fetch(&counts.products, 1); return 0; }
+Status stub_product(void) {
+    if (!recorded()) __sync_add_and_fetch(&counts.products, 1);
+    return 0;
+}
 Status cublasCreate_v2(cublasHandle_t *h) { *h = handle(); return 0; }
 Status cublasGetPointerMode_v2(cublasHandle_t h, cublasPointerMode_t *m) { *m = 0; return 0; }
 Status cublasGetMathMode(cublasHandle_t h, cublasMath_t *m) { *m = 0; return 0; }

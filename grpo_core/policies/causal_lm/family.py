@@ -88,7 +88,7 @@ class CausalLMFamily(PolicyFamily):
     def refuse_unusable(self, model: str, settings: CausalLMSettings) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
         from grpo_core.policies.causal_lm.loading import load_tokenizer, read_config, read_context
-        from grpo_core.policies.causal_lm.model_types import refuse_known
+        from grpo_core.policies.causal_lm.model_types import refuse_known, refuse_static_cache
         from grpo_core.policies.causal_lm.prompts import uses_template
 
         self.refuse_missing(model)
@@ -96,6 +96,8 @@ class CausalLMFamily(PolicyFamily):
             return
         config = read_config(model)
         refuse_known(model, config)
+        if settings.cache_implementation == "static":
+            refuse_static_cache(config, self.kind().classes[config.model_type])
         uses_template(load_tokenizer(model), settings)
         read_context(config).refuse_too_long(settings.max_completion_length)
 

@@ -1,10 +1,11 @@
 """Types of language models by what is known of them: those that this project's tests try, and those that cannot run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
+import transformers
+from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 
 from grpo_core.errors import InputError
 
@@ -53,6 +54,20 @@ def refuse_known(model: str, config: Any) -> None:
     if reason is not None:
         hint = f"A {config.model_type} model cannot be trained here: {reason}. docs/models.md lists those that can."
         raise InputError("policy.model", model, hint)
+
+
+def refuse_static_cache(config: Any, classes: str | Sequence[str]) -> None:
+    """Raise InputError for a model whose passes cannot have fixed shapes, by its configuration and its classes' names.
+
+    transformers says so of a class, by that of its first name.
+    """
+    name = classes if isinstance(classes, str) else classes[0]
+    others = {type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) is not DynamicLayer}
+    if not getattr(transformers, name)._can_compile_fullgraph:
+        others = {"no static cache in transformers"}
+    if others:
+        hint = f"A {config.model_type} model has {', '.join(sorted(others))}; use dynamic."
+        raise InputError("rollout.cache_implementation", "static", hint)
 
 
 def _unusable_cache(config: Any) -> str | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.decode_steps import ModelStep, StaticStep
 from grpo_core.policies.causal_lm.ends import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.loading import CAUSAL_LM, ModelKind, load_trained, read_context, vocabulary_size
 from grpo_core.policies.causal_lm.prompts import answer_start, encode_prompt, uses_template
@@ -224,7 +225,8 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             forbidden=self.forbidden,
             width=self._model.get_input_embeddings().weight.shape[0],
         )
-        sample = self.engine or partial(sample_completions, self._model)
+        step = StaticStep if settings.cache_implementation == "static" else ModelStep
+        sample = self.engine or partial(sample_completions, self._model, step_by_step=step)
         with torch.no_grad(), self._sampling():
             encoded, rows = self._distinct(requested, images, for_engine=self.engine is not None)
             return sample(encoded, requested, rows.to(self._device), rule, seeds, images)

@@ -3,38 +3,21 @@
 A completion ends at an end token, or at the token that completes a stop text.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
-from transformers import Cache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from grpo_core.logprobs import score_hidden
+from grpo_core.policies.causal_lm.decode_steps import ModelStep, unread_padding, without_router_losses
 from grpo_core.policies.causal_lm.shared_prompts import SharedPrompts, completion_lengths, shared_states
 from grpo_core.policies.causal_lm.written import SamplingRule, Written
 from grpo_core.policies.encoded_prompts import EncodedPrompts
-from grpo_core.policies.kv_cache import grow_in_place
 from grpo_core.rollouts.actions import Sources, TokenSupport
 from grpo_core.rollouts.records import ActionLogprobs, Entropies, SampledTokens
 from grpo_core.sampling import TOKENS_PER_LOOK, uniform_numbers
-
-
-def without_router_losses(model: Any) -> dict[str, bool]:
-    """Return the arguments of a call that leave out the losses of routers, which some configurations ask for.
-
-    They are computed from a mask without the keys in a cache.
-    """
-    asked = getattr(model.config.get_text_config(), "output_router_logits", False)
-    return {"output_router_logits": False} if asked else {}
-
-
-StepByStep = Callable[[Any, Cache, Tensor | None, Tensor], Callable[[Tensor, int], Tensor]]
-"""The model, the cache of its rows, their attention mask with all tokens to come (None: no row is padded) and the
-positions of these tokens -> a function of the last ids [rows] and their index that returns the next logits."""
 
 
 @torch.no_grad()
@@ -46,18 +29,17 @@ def sample_completions(
     rule: SamplingRule,
     seeds: Sequence[int],
     sources: Sources | None = None,
-    step_by_step: StepByStep | None = None,
+    step_by_step: Callable[..., ModelStep] = ModelStep,
     tokens_per_look: int | None = None,
 ) -> SampledTokens:
     """Sample one completion per row until every row has ended.
 
     Args:
         rows: indices of the encoded, distinct prompts.
-        step_by_step: for rows of one length, takes the place of the model's own forward pass.
+        step_by_step: makes the passes after the prefill, of the same arguments as ModelStep.
         tokens_per_look: tokens after which the host looks for rows that have ended; None: each on a CPU, fewer on a
             GPU, which runs dry meanwhile. What is sampled does not depend on it, but for rounding.
     """
-    assert step_by_step is None or not rule.can_end, "all rows have one length"
     plain = without_router_losses(model)
     prefill = model(
         input_ids=encoded.input_ids,
@@ -71,13 +53,12 @@ def sample_completions(
     cache, logits = prefill.past_key_values, prefill.logits[rows, -1]
     # The samples of a prompt share its prefill.
     cache.batch_select_indices(rows)
-    grow_in_place(cache, encoded.length + rule.max_tokens)
     # Without a mask the model looks for padding no more in each step.
     attention = encoded.attention_mask[rows] if encoded.padded else None
     if attention is not None:
         attention = nn.functional.pad(attention, (0, rule.max_tokens), value=1)
     positions = encoded.positions(rule.max_tokens)[..., rows, :]
-    step = None if step_by_step is None else step_by_step(model, cache, attention, positions)
+    step = step_by_step(model, cache, attention, positions)
     between = tokens_per_look or (1 if logits.device.type == "cpu" else TOKENS_PER_LOOK)
     written = Written(len(rows), rule, uniform_numbers(seeds, rule.max_tokens), logits.device, between)
     for index in range(rule.max_tokens):
@@ -92,49 +73,11 @@ def sample_completions(
             kept = written.active.nonzero()[:, 0]
             if not len(kept):
                 break
-            # Each time copies the cache, so a row does not leave at once when it ends.
-            if len(kept) <= 0.75 * len(written.rows):
+            if len(kept) <= step.shrinks_at * len(written.rows):
                 written.keep(kept)
-                cache.batch_select_indices(kept)
-                positions = positions[..., kept, :]
-                attention = None if attention is None else attention[kept]
-        if step is not None:
-            logits = step(written.ids[:, index], index)
-            continue
-        with unread_padding(logits.device, padded=attention is not None):
-            logits = model(
-                input_ids=written.ids[written.rows, index : index + 1],
-                attention_mask=None if attention is None else attention[:, : encoded.length + index + 1],
-                position_ids=positions[..., index : index + 1],
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-                **plain,
-            ).logits[:, -1]
+                step.keep(kept, index)
+        logits = step(written.read(index), index)
     return written.sampled(prompts, sources, encoded.lengths[rows])
-
-
-@contextmanager
-def unread_padding(device: torch.device, *, padded: bool) -> Iterator[None]:
-    """Let a model of transformers make its mask on a GPU without a look at the padding: whether there is any is known.
-
-    It looks whether any row is padded, to do without a mask, and so waits for the GPU in each pass.
-    """
-    if device.type == "cpu":
-        yield
-        return
-    make: Callable[..., Tensor | None] = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-    known = {"allow_is_causal_skip": False} if padded else {"attention_mask": None}
-
-    def make_known(**given: Any) -> Tensor | None:
-        # Only where it would look; masks of other kinds have other padding.
-        return make(**given | (known if given["allow_is_causal_skip"] else {}))
-
-    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = make_known
-    try:
-        yield
-    finally:
-        del ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
 _PROBE_LOGIT = 100.0

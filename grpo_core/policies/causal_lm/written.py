@@ -104,6 +104,10 @@ class Written:
             possible = self.possible[: len(self.rows), : new.stop - new.start]
             self.recorder.add(possible.logical_and_(self.mask[self.rows, new].unsqueeze(-1)), self.numbers)
 
+    def read(self, index: int) -> Int[Tensor, " rows"]:
+        """Return the ids at this index that the model reads."""
+        return self.ids[:, index] if len(self.rows) == len(self.ids) else self.ids[self.rows, index]
+
     def keep(self, places: Int[Tensor, " kept"]) -> None:
         """Leave the other rows as they are."""
         self.rows, self.active = self.rows[places], self.active[places]

@@ -11,9 +11,11 @@ from torch import Tensor
 from transformers import Cache, GlmImageForConditionalGeneration
 from transformers.masking_utils import create_causal_mask
 
+from grpo_core.policies.causal_lm.decode_steps import ModelStep
 
-class DecodeStep:
-    """Maps the last token of every row to the logits of the next; a StepByStep of `sample_completions`."""
+
+class DecodeStep(ModelStep):
+    """Maps the last token of every row to the logits of the next."""
 
     def __init__(
         self,
@@ -22,7 +24,8 @@ class DecodeStep:
         attention_mask: Int[Tensor, "rows total"] | None,
         position_ids: Int[Tensor, "3 rows time"],
     ) -> None:
-        self._text, self._head, self._cache = model.model.language_model, model.lm_head, cache
+        super().__init__(model, cache, attention_mask, position_ids)
+        self._text, self._head = model.model.language_model, model.lm_head
         self._embed = model.get_input_embeddings()
         example = self._embed.weight.new_empty(0)
         cosines, sines = self._text.rotary_emb(example, position_ids)

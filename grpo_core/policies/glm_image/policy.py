@@ -9,6 +9,7 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import nn
 
+from grpo_core.policies.causal_lm.decode_steps import StaticStep
 from grpo_core.policies.causal_lm.sampling_scoring import sample_completions, score_completions
 from grpo_core.policies.causal_lm.written import SamplingRule
 from grpo_core.policies.drafts import sample_drafts
@@ -138,11 +139,12 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
         )
         requested = tuple(prompt for prompt in prompts for _ in range(group_size))
         images = None if sources is None else tuple(each for each in sources for _ in range(group_size))
+        step = StaticStep if self.settings.cache_implementation == "static" else DecodeStep
         with self.offload.using(*self.parts):
             encoded = self.encode(prompts, (size,) * len(prompts), sources)
             rows = torch.arange(len(prompts), device=self._device).repeat_interleave(group_size)
             with self._sampling():
-                sampled = sample_completions(self._base, encoded, requested, rows, rule, seeds, images, DecodeStep)
+                sampled = sample_completions(self._base, encoded, requested, rows, rule, seeds, images, step)
         return replace(
             sampled,
             actions=replace(sampled.actions, sizes=(size,) * len(requested)),

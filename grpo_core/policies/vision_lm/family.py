@@ -44,7 +44,7 @@ class VisionLMFamily(CausalLMFamily):
     def refuse_unusable(self, model: str, settings: Any) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
         from grpo_core.policies.causal_lm.loading import read_config, read_context
-        from grpo_core.policies.causal_lm.model_types import refuse_known
+        from grpo_core.policies.causal_lm.model_types import refuse_known, refuse_static_cache
         from grpo_core.policies.vision_lm.loading import VISION_LM, load_processor
         from grpo_core.policies.vision_lm.prompts import find_placeholders, image_sizes, print_prompt
 
@@ -56,6 +56,8 @@ class VisionLMFamily(CausalLMFamily):
         print_prompt(processor, settings, "", 1)
         find_placeholders(config, processor)
         refuse_known(model, config)
+        if settings.cache_implementation == "static":
+            refuse_static_cache(config, VISION_LM.classes[config.model_type])
         read_context(config).refuse_too_long(settings.max_completion_length)
 
     def refuse_prompts(

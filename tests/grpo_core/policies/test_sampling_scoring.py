@@ -5,6 +5,7 @@ seen.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +15,12 @@ import torch
 from diffusers import GlmImagePipeline
 from torch import Tensor
 
+from grpo_core.errors import InputError
 from grpo_core.parity import ParityError, ParityTolerance, measure_parity, require_parity
+from grpo_core.policies import kv_cache
+from grpo_core.policies.causal_lm.decode_steps import StaticStep
+from grpo_core.policies.causal_lm.model_types import refuse_static_cache
+from grpo_core.policies.kv_cache import FixedLayer
 from grpo_core.rollouts.actions import TokenBatch
 from grpo_core.rollouts.records import SampledTokens
 from tests.grpo_core.policies.causal_lm.model_types import CONFIGS, HEAD_ROWS, change_inputs
@@ -105,6 +111,63 @@ def test_a_sample_depends_on_its_prompt_its_images_and_its_seed_alone(drawn: Dra
         assert alone.actions.token_ids[0, :written].tolist() == ids_of(together.actions, row)
         stored = together.rollout_logprobs[row, :written]
         torch.testing.assert_close(alone.rollout_logprobs[0, :written], stored, rtol=0, atol=PARITY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [
+        ("llama", "stop texts"),
+        ("gpt2", "all cuts"),
+        ("qwen2_vl", "whole distribution"),
+        ("qwen3_vl", "whole distribution"),
+        ("wide codes", "top_p"),
+    ],
+)
+def test_a_static_cache_gives_the_same_samples(
+    drawn: Drawn, make: Make, kind: str, sampling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken anew when it is full, and when half of the rows have ended."""
+    _, growing = drawn(kind, sampling)
+    monkeypatch.setattr(kv_cache, "_GROWTH", 3)
+    sampler = make(kind, **SAMPLERS[sampling])
+    sampler.component.settings = replace(sampler.component.settings, cache_implementation="static")
+    moved, passes = count_calls(monkeypatch, FixedLayer, "move"), count_calls(monkeypatch, StaticStep, "_pass")
+    static = sampler.draw_all()
+    assert moved or kind in KINDS, "their prompts leave room for all tokens"
+    assert len(passes) == growing.actions.loss_mask.shape[1] - 1
+    assert torch.equal(static.actions.token_ids, growing.actions.token_ids)
+    torch.testing.assert_close(static.rollout_logprobs, growing.rollout_logprobs, rtol=0, atol=PARITY)
+    assert sampler.difference(static) < PARITY
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    calls, original = list[Any](), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: (calls.append(args), original(*args))[1])
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("gemma2", "DynamicSlidingWindowLayer"),
+        ("paligemma", "transformers has no static cache for PaliGemma"),
+        ("bloom", "does not take a mask of the cache"),
+    ],
+)
+def test_a_model_without_passes_of_fixed_shapes_is_refused(make: Make, kind: str, reason: str) -> None:
+    sampler = make(kind)
+    sampler.component.settings = replace(sampler.component.settings, cache_implementation="static")
+    with pytest.raises(InputError, match=reason) as refused:
+        sampler.draw_all()
+    assert refused.value.place == "rollout.cache_implementation"
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("gemma2", "DynamicSlidingWindowLayer"), ("llama", None)])
+def test_a_static_cache_is_refused_by_the_configuration_alone(make: Make, kind: str, reason: str | None) -> None:
+    model = make(kind).model
+    expected: Any = nullcontext() if reason is None else pytest.raises(InputError, match=reason)
+    with expected:
+        refuse_static_cache(model.config, type(model).__name__)
 
 
 def ids_of(tokens: TokenBatch, row: int) -> list[int]:

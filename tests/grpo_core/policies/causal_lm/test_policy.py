@@ -18,11 +18,12 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation import StopStringCriteria
 
 from grpo_core.errors import InputError
+from grpo_core.policies.causal_lm.decode_steps import unread_padding
 from grpo_core.policies.causal_lm.ends import StopTexts, end_tokens
 from grpo_core.policies.causal_lm.family import FAMILY
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.prompts import prompt_ids
-from grpo_core.policies.causal_lm.sampling_scoring import head_gives_logits, sample_completions, unread_padding
+from grpo_core.policies.causal_lm.sampling_scoring import head_gives_logits, sample_completions
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.rollouts.records import SampledTokens
