@@ -369,6 +369,7 @@ def test_copies_of_adapters_go_with_what_servers_have_loaded(tmp_path: Path) -> 
     with servers.copied(own, shared / "third"):
         assert left() == {"first", "second", "third"}
     assert left() == {"second"}
+    server.loaded.insert(0, "earlier")
     # The server has ended.
     servers.close()
     assert [path.name for path in shared.iterdir()] == ["of another process"]

@@ -366,7 +366,7 @@ def test_a_bucket_is_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (view.series("reward"), view.heldout_series()) == (here.series("reward"), here.heldout_series())
     assert (view.damages, view.moved) == (here.damages, here.moved)
     # A file that is gone is named, and one that came after the listing is found.
-    scores = "iteration_000002/rewards"
+    scores = "iteration_000001/rewards"
     reader = RunReader(far)
     reader.list_files()
     table = next(path for path in bucket.glob(f"{root}/{near.name}/{scores}/*/*.parquet"))
