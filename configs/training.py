@@ -15,6 +15,7 @@ from grpo_core.rollouts.streams import Stream
 from grpo_core.update.optimizer_kinds import OptimizerValue
 from grpo_core.update.settings import (
     WITH_LENGTH,
+    BackwardPerStep,
     NftSettings,
     OptimizerSettings,
     ScheduleValue,
@@ -145,6 +146,15 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
             yield InputError("total_steps", self.total_steps, hint)
 
     @property
+    def chooses_steps(self) -> bool:
+        """Whether denoising steps may be gone back one by one where memory asks for it."""
+        return False
+
+    def with_steps(self, steps: BackwardPerStep) -> Self:
+        """Return the section with this choice, where it leaves one."""
+        return self.model_copy(update={"backward_per_step": steps}) if self.chooses_steps else self
+
+    @property
     def objective(self) -> str:
         """Name of the loss."""
         raise NotImplementedError
@@ -165,6 +175,8 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
 
 class UpdateSection(BaseUpdateSection, UpdateSettings):
     """How stored rollouts change the policy by their importance ratios."""
+
+    keyless = BaseUpdateSection.keyless | {"backward_per_step"}
 
     algorithm: Literal["grpo"] = Field(GRPO, description="nft, of denoising: DiffusionNFT")
     loss_settings: Annotated[dict[str, float], Uses.NOTHING] = Field(default_factory=dict)
@@ -231,6 +243,11 @@ class DenoisingUpdateSection(UpdateSection):
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     learning_rate: float = Field(3e-4, gt=0, le=1e3, description="after warm-up")
     kl_estimator: LossKlEstimator = "exact"
+
+    @property
+    def chooses_steps(self) -> bool:
+        """True for auto."""
+        return self.backward_per_step == "auto"
 
 
 ALGORITHMS: Mapping[Stream, Mapping[str, type[AnyUpdateSection]]] = {

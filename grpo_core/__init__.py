@@ -16,6 +16,7 @@ user_code/   a reward or a loss of the user's: which files are its code, loaded 
 pipeline_files  the files of a saved model or diffusers pipeline
 hub          repositories of the Hugging Face Hub: files, downloads, a message for each failure
 services     requests to a service that may be slow, busy or gone
+transfers    several tensors between the CPU and a device at once
 uses         what a setting can make a machine do, marked where the setting is declared
 errors       wrong input, numbers that are not finite, secrets in addresses
 """

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from grpo_core.rollouts.actions import TokenSupport
 from grpo_core.rollouts.records import ActionLogprobs, Entropies
+from grpo_core.transfers import to_device
 
 CHUNK_TOKENS = 256
 KEPT_CHUNKS = 4
@@ -89,7 +90,7 @@ def score_hidden(
     """
     # Looked for on the CPU, from where the mask comes: on a GPU the host would wait for their number.
     trained = loss_mask.cpu()
-    places = tuple(each.to(hidden.device, non_blocking=True) for each in trained.nonzero(as_tuple=True))
+    places = tuple(to_device(trained.nonzero(as_tuple=True), hidden.device))
     states, ids = hidden[places].split(chunk_tokens), token_ids[places].split(chunk_tokens)
     possible = [None] * len(ids) if support is None else _by_chunk(support, trained, chunk_tokens)
     chunks = list(zip(states, ids, possible, strict=True))

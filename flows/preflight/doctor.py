@@ -20,7 +20,7 @@ from flows.preflight.machine import (
     find_fonts,
     largest_phase,
     memory_table,
-    offloads,
+    on_this_machine,
     rewards_beside,
 )
 from flows.preflight.model import estimate_model, refuse_prompt_texts, source_of
@@ -113,8 +113,7 @@ def examine(
                 estimate = estimate_model(config, choices, tuple(sizes), longest=longest)
                 moved = estimate_model(config, choices, tuple(sizes), offload=True, longest=longest).memory
             memory, checkpoint, states = estimate.memory, estimate.checkpoint, estimate.states
-            if offloads(config, memory):
-                memory = moved
+            memory = on_this_machine(config, memory, moved)
             model = f"{policy.model}: {estimate.counted}"
             missing = None if weights.problem is None else weights.problem.hint
             findings += [

@@ -42,11 +42,16 @@ class Finding:
     notes: tuple[str, ...] = ()
 
 
-def offloads(config: RunConfig, memory: MemoryEstimate) -> bool:
-    """Whether a run on this machine offloads components; memory is that without, unless all runs do."""
-    if config.policy.offload != "auto" or not torch.cuda.is_available() or "cpu" in config.placement.devices:
-        return config.policy.offload == "components"
-    return memory.needed > torch.cuda.mem_get_info()[1]
+def on_this_machine(config: RunConfig, memory: MemoryEstimate, moved: MemoryEstimate) -> MemoryEstimate:
+    """Return the memory that a run takes on this machine; `memory` and `moved` are without and with offloading.
+
+    `memory` is with offloading if all runs do.
+    """
+    if not torch.cuda.is_available() or "cpu" in config.placement.devices:
+        return memory
+    total = torch.cuda.mem_get_info()[1]
+    chosen = moved if config.policy.offload == "auto" and memory.one_by_one().needed > total else memory
+    return chosen.one_by_one() if chosen.needed > total else chosen
 
 
 def rewards_beside(config: RunConfig, memory: MemoryEstimate) -> list[str]:
@@ -67,11 +72,11 @@ def compare_memory(config: RunConfig, memory: MemoryEstimate, moved: MemoryEstim
         return Finding("memory", False, f"{error.place}: got {error.value!r}", error.hint)
     if "cpu" in devices or not torch.cuda.is_available():
         wanted = not {"auto", "cpu"} & {*devices}
+        ways = {"a backward pass for each step": memory.one_by_one(), "policy.offload components": moved}
         # A tiny model gains less than the digits show.
-        fewer = moved.needed < 0.99 * memory.needed
-        message = f"there is no GPU; the run would need about {needed:.3g} GiB" + (
-            f", and {moved.needed / GIB:.3g} with policy.offload components" if fewer else ""
-        )
+        fewer = {way: each.needed for way, each in ways.items() if each.needed < 0.99 * memory.needed}
+        message = f"there is no GPU; the run would need about {needed:.3g} GiB"
+        message += "".join(f", {least / GIB:.3g} with {way}" for way, least in fewer.items())
         hint = "Set placement.devices: auto, or run on a machine with a GPU." if wanted else ""
         return Finding("memory", not wanted, message, hint)
     # Every process needs the same; the device with the least decides.

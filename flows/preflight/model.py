@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from configs.schema import RunConfig
+from configs.training import UpdateSection
 from configs.validation import error_at
 from flows.preflight.prompts import PromptFiles, first_of, sizes_of
 from grpo_core.errors import InputError, joined
@@ -155,6 +156,7 @@ def estimate_model(
             sizes=sizes,
             offload_optimizer=update.offload_optimizer,
             prompts=_prompts_of_a_microbatch(config, stream, update),
+            backward_per_step=isinstance(update, UpdateSection) and update.backward_per_step,
         )
         for stream, update in config.updates.items()
     }
@@ -208,22 +210,23 @@ def reward_device(config: RunConfig, needed: int) -> Literal["auto", "cpu"]:
 
 
 def with_memory(config: RunConfig, spec: ModelSpec) -> ModelSpec:
-    """Add the memory without offloading, by which a process decides about it; refuse to offload without room.
+    """Add the memory by which a process decides about offloading and steps; refuse to offload without room.
 
     With it comes where rewards of device auto run.
     """
-    wanted = reward_model_bytes(config, ["auto"])
-    if config.policy.offload == "none" and not wanted:
+    wanted, offload = reward_model_bytes(config, ["auto"]), config.policy.offload
+    if offload == "none" and not wanted and not any(update.chooses_steps for update in config.updates.values()):
         return spec.model_copy(update={"reward_device": reward_device(config, 0)})
     store = open_store(config.storage, config.run.name) if spec.adapter else None
     with training_choices(config.policy, store, spec.adapter, references=config.references) as choices:
-        kept, moved = (estimate_model(config, choices, offload=each).memory for each in (False, True))
+        kept, moved = (estimate_model(config, choices, offload=each).memory for each in (False, offload != "none"))
     refuse_offload_without_room(config, moved)
-    estimated = spec.model_copy(update={"memory": kept.needed})
-    offloads = estimated.offloads(torch_device(config.placement))
-    beside = reward_device(config, moved.needed if offloads else kept.needed)
-    together = kept.needed + (wanted if beside == "auto" else 0)
-    return spec.model_copy(update={"memory": together, "reward_device": beside})
+    least = kept.one_by_one().needed
+    offloads = spec.model_copy(update={"memory": least}).offloads(torch_device(config.placement))
+    beside = reward_device(config, (moved if offloads else kept).one_by_one().needed)
+    more = wanted if beside == "auto" else 0
+    of_window = (kept.needed + more, moved.needed + more)
+    return spec.model_copy(update={"memory": least + more, "of_window": of_window, "reward_device": beside})
 
 
 def source_of(config: RunConfig) -> str:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields
 from jaxtyping import Float
 from torch import Tensor
 
+from grpo_core.transfers import to_device
+
 SMALLEST_ERROR = 1e-5
 """Errors are divided by their mean size, which is at least this."""
 
@@ -20,7 +22,8 @@ class NoisedImages:
 
     def to(self, other: Tensor) -> "NoisedImages":
         """Return the same with the device and the dtype of another tensor."""
-        return NoisedImages(*(getattr(self, each.name).to(other, non_blocking=True) for each in fields(self)))
+        moved = to_device([getattr(self, each.name) for each in fields(self)], other.device)
+        return NoisedImages(*(each.to(other.dtype) for each in moved))
 
 
 @dataclass(frozen=True)

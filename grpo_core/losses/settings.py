@@ -52,6 +52,7 @@ class LossTraits:
         clips: whether the ratio is clipped, so that `delta` has a meaning.
         uses_mismatch_weights: the term contains the mismatch weights; otherwise it is multiplied by them.
         reads_gaussians: the term needs the Gaussians of denoising steps, which tokens do not have.
+        reads_row: the term of a token depends on the log-probs of its row's other tokens, whatever the level.
         settings: defaults of the numbers that only this loss has, all of them above 0.
     """
 
@@ -61,6 +62,7 @@ class LossTraits:
     clips: bool = False
     uses_mismatch_weights: bool = False
     reads_gaussians: bool = False
+    reads_row: bool = False
     settings: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -78,7 +80,12 @@ LOSSES: Mapping[str, LossTraits] = MappingProxyType(
         "cispo": LossTraits("cispo", "mean_of_expected_tokens", ("token",), settings={"ratio_cap": 5.0}),
         "sapo": LossTraits("sapo", settings=_SAPO),
         "vespo": LossTraits(
-            "vespo", "mean_of_expected_tokens", ("token",), uses_mismatch_weights=True, settings=_VESPO
+            "vespo",
+            "mean_of_expected_tokens",
+            ("token",),
+            uses_mismatch_weights=True,
+            reads_row=True,
+            settings=_VESPO,
         ),
         "grpo_guard": LossTraits("grpo_guard", importance_levels=("token",), clips=True, reads_gaussians=True),
         "flow_dppo": LossTraits(
@@ -147,6 +154,13 @@ class LossSettings:
     def measures_drift(self) -> bool:
         """Whether the loss can read how far an update has moved denoising steps; a user's function may."""
         return self.traits.reads_gaussians or self.loss not in LOSSES
+
+    @property
+    def couples_actions(self) -> bool:
+        """Whether the gradient by an action's log-prob can depend on those of its row's other actions."""
+        mismatch = self.mismatch.mode != "none" and self.mismatch.level == "sequence"
+        by_row = self.level == "sequence" or self.traits.reads_row or mismatch
+        return by_row or self.off_policy_threshold is not None or self.loss not in LOSSES
 
     @property
     def level(self) -> ImportanceLevel:

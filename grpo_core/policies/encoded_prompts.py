@@ -14,6 +14,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from grpo_core.transfers import to_device
+
 CPU = torch.device("cpu")
 CACHE_BYTES = 4 * 1024**3
 """Memory of the CPU for prompts with their features, or with their pixels where the encoder is trained."""
@@ -177,28 +179,32 @@ def pad_prompts(prompts: Sequence[EncodedPrompt], device: torch.device, *, compl
     length = max(len(each.ids) for each in prompts)
 
     def padded(rows: Sequence[Tensor], dim: int = 0) -> Tensor:
-        return torch.stack([nn.functional.pad(row, (length - row.shape[-1], 0)) for row in rows], dim).to(
-            device, non_blocking=True
-        )
+        return torch.stack([nn.functional.pad(row, (length - row.shape[-1], 0)) for row in rows], dim)
 
     positions = [torch.arange(len(each.ids)) if each.positions is None else each.positions for each in prompts]
     names = sorted({name for each in prompts for name in each.token_types})
     zeros = [torch.zeros(len(each.ids), dtype=torch.long) for each in prompts]
+    types = [[each.token_types.get(name, zero) for each, zero in zip(prompts, zeros, strict=True)] for name in names]
     features = tuple(None if each.features is None else each.features.to(device) for each in prompts)
     marked = tuple(each.ids if each.marked is None else each.marked for each in prompts)
     following = [each.next_positions for each in prompts if each.next_positions is not None]
     time = max((each.shape[-1] for each in following), default=0)
     filled = [nn.functional.pad(each, (0, time - each.shape[-1])) for each in following]
+    made = [
+        padded([torch.tensor(each.ids) for each in prompts]),
+        padded([torch.ones(len(each.ids), dtype=torch.long) for each in prompts]),
+        padded(positions, positions[0].ndim - 1),
+        *map(padded, types),
+        *([torch.stack(filled, 1)] if filled else []),
+    ]
+    input_ids, attention_mask, position_ids, *others = to_device(made, device)
     return EncodedPrompts(
-        input_ids=padded([torch.tensor(each.ids) for each in prompts]),
-        attention_mask=padded([torch.ones(len(each.ids), dtype=torch.long) for each in prompts]),
-        position_ids=padded(positions, positions[0].ndim - 1),
-        next_positions=torch.stack(filled, 1).to(device, non_blocking=True) if filled else None,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        next_positions=others[len(names)] if filled else None,
         features=features if any(features) else (),
-        token_types={
-            name: padded([each.token_types.get(name, zero) for each, zero in zip(prompts, zeros, strict=True)])
-            for name in names
-        },
+        token_types=dict(zip(names, others, strict=False)),
         completion_type=completion_type,
         marked=marked if any(each.marked is not None for each in prompts) else None,
         padded=any(len(each.ids) < length for each in prompts),

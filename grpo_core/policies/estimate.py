@@ -7,7 +7,7 @@ PyTorch's allocator is within 9 % of it; workspaces and fragmentation are in ERR
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -55,13 +55,17 @@ ALWAYS = frozenset(PHASES)
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """One part of the memory, in bytes, counted or estimated, and the phases in which it is on the GPU."""
+    """One part of the memory, in bytes, counted or estimated, and the phases in which it is on the GPU.
+
+    `by_step` are its bytes if denoising steps are gone back one by one, where the update may choose so.
+    """
 
     name: str
     bytes: int
     exact: bool = False
     phases: frozenset[Phase] = ALWAYS
     offloaded: bool = False
+    by_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,11 @@ class MemoryEstimate:
     def needed(self) -> int:
         """Bytes that a GPU should have: the largest phase and the margin."""
         return int(max(map(self.in_phase, self.phases)) * (1 + ERROR_MARGIN))
+
+    def one_by_one(self) -> "MemoryEstimate":
+        """Return the memory with a backward pass for each denoising step, where the update may choose so."""
+        parts = (each if each.by_step is None else replace(each, bytes=each.by_step) for each in self.parts)
+        return replace(self, parts=tuple(parts))
 
     @property
     def offloaded(self) -> Mapping[str, int]:
@@ -101,6 +110,7 @@ class Workload:
         offload_optimizer: the optimizer's moments are in CPU memory.
         autocast: dtype of matrix products; None: that of the weights.
         prompts: of a microbatch, at most, where rows share them and the model computes them once; 0: no row shares.
+        backward_per_step: as of an update of denoising.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -114,6 +124,7 @@ class Workload:
     offload_optimizer: bool = False
     autocast: Literal["bfloat16", "float16"] | None = None
     prompts: int = 0
+    backward_per_step: Literal["auto"] | bool = False
 
 
 @dataclass(frozen=True)
@@ -252,26 +263,29 @@ def training_parts(
     if plain and workload.dtype == "bfloat16":
         # `adapter_products` keeps each value three times.
         yield MemoryPart(f"{stream} adapters in bfloat16", 3 * count * BYTES["bfloat16"], phases=sampling)
-    cast, activations = 0, _activations(sizes, choice, workload)
+    by_step, window = (_activations(sizes, choice, workload, steps=steps) for steps in (1, sizes.steps))
+    cast, activations = 0, by_step if workload.backward_per_step is True else window
     if workload.autocast is not None and each == BYTES["float32"]:
         # torch keeps what it casts of trained weights, for as long as autocast is on: not in an optimizer step.
         cast = count * BYTES[workload.autocast]
     passes = activations + cast >= step
     yield MemoryPart(f"{stream} weights in {workload.autocast}", cast, phases=sampling | update if passes else sampling)
     name, size = ("activations", activations) if passes else ("optimizer step", step)
-    yield MemoryPart(f"{stream} {name}", size, phases=update)
+    less = max(by_step, step) if workload.backward_per_step == "auto" else None
+    yield MemoryPart(f"{stream} {name}", size, phases=update, by_step=less)
 
 
-def _activations(sizes: ComponentSizes, choice: TrainingChoice, workload: Workload) -> int:
+def _activations(sizes: ComponentSizes, choice: TrainingChoice, workload: Workload, *, steps: int) -> int:
     """Return what a microbatch keeps for its backward pass, and the largest step of that pass: a block, or its logits.
 
-    Checkpointing keeps each block's input (arXiv:1604.06174). A trained head's gradient is added up over chunks.
+    The pass goes over as many denoising steps. Checkpointing keeps each block's input (arXiv:1604.06174). A trained
+    head's gradient is added up over chunks.
     """
     rows, b = workload.micro_batch_size, BYTES[workload.dtype]
     again = choice.gradient_checkpointing
     prompts, shared = _shared(sizes, rows, workload.prompts)
     values = (prompts * shared + rows * (sizes.positions - shared)) * sizes.width
-    kept = values * sizes.passes * sizes.blocks + prompts * sizes.encoder_values
+    kept = values * sizes.passes * steps * sizes.blocks + prompts * sizes.encoder_values
     # Each block of a completion reads its prompt, in one piece with what it adds.
     read = _READ_BY_BLOCK * b * rows * shared * sizes.width * (1 if again else sizes.blocks)
     block = values * (2 * _MADE_BY_BLOCK * b + (_KEPT_BY_BLOCK[b] if again else 0))

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from grpo_core.policies.trained.offload import ComponentOffload
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.rollouts.actions import DenoisingBatch
-    from grpo_core.rollouts.records import ActionLogprobs, Entropies, GroupRequest, RolloutGroup, TrainingRows
+    from grpo_core.rollouts.records import (
+        ActionLogprobs,
+        Entropies,
+        GroupRequest,
+        RolloutGroup,
+        StepMeans,
+        TrainingRows,
+    )
     from grpo_core.rollouts.streams import ImageSize
 
 
@@ -33,10 +40,20 @@ class PolicyComponent(Protocol):
 
     trained: "TrainedModel"
 
-    def logprobs(self, actions: Any, *, entropy: "Entropies" = "constant", kl: bool = False) -> "ActionLogprobs":
+    def logprobs(
+        self, actions: Any, *, entropy: "Entropies" = "constant", others: "StepMeans | None" = None
+    ) -> "ActionLogprobs":
         """Compute the log-probs of actions of its stream under the current weights; gradients flow if enabled.
 
-        The KL to the reference is in closed form, with gradients.
+        The KL to the reference, and the drift, are in closed form from the means that are given, with gradients.
+        """
+
+    def compared(
+        self, batches: "Iterable[TrainingRows]", *, kl: bool
+    ) -> "Iterator[tuple[TrainingRows, StepMeans | None]]":
+        """Yield each batch with what its actions are compared with; weights are exchanged once for many batches.
+
+        With `kl` that is the reference; and the policy before the update, where it is kept. None for tokens.
         """
 
     def reference_logprobs(self, actions: Any) -> "Float[Tensor, 'batch time']":

@@ -23,7 +23,8 @@ class ComponentSizes:
         width: hidden width of a position.
         positions: of the longest row: ids, or patches of the image and ids of the prompt.
         shared: those of its prompt, if rows of one prompt can share them; 0 where each row computes its own.
-        passes: over a row that one backward pass goes through: noisy steps, twice with classifier-free guidance.
+        passes: over a row, for one denoising step or for all tokens; two with classifier-free guidance.
+        steps: noisy steps of a row; 1 for tokens.
         scored: tokens of a row that are scored; 0 for denoising; vocabulary: ids that they can be.
         whole_logits: all logits are computed at once, because another operation follows the output head.
         truncated: ids are cut by top-k, top-p or min-p, so that tokens are scored with a support.
@@ -36,6 +37,7 @@ class ComponentSizes:
     positions: int
     shared: int = 0
     passes: int = 1
+    steps: int = 1
     scored: int = 0
     vocabulary: int = 0
     whole_logits: bool = False

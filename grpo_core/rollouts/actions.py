@@ -202,6 +202,14 @@ class DenoisingBatch(Rows):
             sources=join_sources([(len(batch), batch.sources) for batch in batches]),
         )
 
+    def at_step(self, step: int) -> "DenoisingBatch":
+        """Return one noisy step of every row, as if no other was stored."""
+        return replace(
+            self,
+            states=tuple(states[step : step + 2] for states in self.states),
+            first_steps=tuple(first + step for first in self.first_steps),
+        )
+
     def trimmed(self) -> "DenoisingBatch":
         """Return the batch: it has no padding."""
         return self

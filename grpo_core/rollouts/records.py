@@ -66,7 +66,7 @@ class StepGaussians:
 
     Attributes:
         drift: KL(policy || policy before the update) in closed form, nats, reduced over the latents' values like the
-            log-prob, with gradient; zero until the first optimizer step, or if the update does not ask for it.
+            log-prob, with gradient; zero if no means were given, as before the first optimizer step.
         std: of each value of the latents.
         dt: length of the step, the difference of its sigmas; positive.
     """
@@ -77,6 +77,22 @@ class StepGaussians:
 
 
 @dataclass(frozen=True)
+class StepMeans:
+    """The means of the Gaussians of stored denoising steps under other weights, as of one [steps, *latent] per row.
+
+    None where they are not compared: `reference`, and `old`, the policy before the update.
+    """
+
+    reference: tuple[Tensor, ...] | None = None
+    old: tuple[Tensor, ...] | None = None
+
+    def at_step(self, step: int) -> "StepMeans":
+        """Return those of one step, as of rows that have no other."""
+        cut = [means and tuple(each[step : step + 1] for each in means) for means in (self.reference, self.old)]
+        return StepMeans(*cut)
+
+
+@dataclass(frozen=True)
 class ActionLogprobs:
     """Log-probs of given actions under a policy, in fp32; zero where the loss mask is False.
 
@@ -84,7 +100,7 @@ class ActionLogprobs:
         logprobs: nats.
         entropy: of the distribution each action was sampled from, nats; zero everywhere if none was requested, None
             where no weight can change it, as of denoising steps.
-        kl: KL(policy || reference) of these distributions in closed form; zero everywhere if it was not requested.
+        kl: KL(policy || reference) of these distributions in closed form; zero everywhere if no means were given.
         gaussians: of denoising steps; None for tokens.
     """
 

@@ -1,19 +1,21 @@
 """The gradient of one minibatch, which does not depend on how it is cut into microbatches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
+from grpo_core.losses.microbatch_loss import LossInputs, TokenLoss, compute_microbatch_loss
 from grpo_core.losses.reductions import Denominators, entropy_threshold, high_entropy_mask, overlong_mask
 from grpo_core.policies.protocol import PolicyComponent
-from grpo_core.rollouts.records import Entropies, TrainingRows
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.records import ActionLogprobs, Entropies, StepGaussians, StepMeans, TrainingRows
+from grpo_core.transfers import to_device, to_host
 from grpo_core.update.process_group import ProcessGroup, share
 from grpo_core.update.settings import UpdateSettings
-from grpo_core.update.step import StepSums, to_host
+from grpo_core.update.step import StepSums
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,16 @@ def add_up_gradient(
     tick: Callable[[], None],
 ) -> Passes:
     """Add the gradients of this process's microbatches to those of the parameters."""
+    rows, indices = minibatch.rows, minibatch.indices
     passes = Passes(StepSums(minibatch.trained), torch.zeros(minibatch.trained.shape))
     parts, found = list[list[int]](), list[Tensor]()
-    plan = component.microbatches(minibatch.rows, minibatch.indices, settings.micro_batch_size)
-    for part, counts in share(plan, process_group):
-        logprobs, broken = _backward(component, minibatch, part, settings, passes, counts=counts)
+    shares = share(component.microbatches(rows, indices, settings.micro_batch_size), process_group)
+    batches = (rows.select([indices[place] for place in part]) for part, _ in shares)
+    exact_kl = settings.with_reference and settings.kl_estimator == "exact"
+    compared = component.compared(batches, kl=exact_kl)
+    for (part, counts), (batch, others) in zip(shares, compared, strict=True):
+        microbatch = _Microbatch(component, minibatch, part, batch, others, settings, counts=counts)
+        logprobs, broken = microbatch.backward(passes)
         if counts:
             parts.append(part)
             found += logprobs, broken
@@ -110,48 +117,108 @@ def add_up_gradient(
     return passes
 
 
-def _backward(
-    component: PolicyComponent,
-    minibatch: Minibatch,
-    part: list[int],
-    settings: UpdateSettings,
-    passes: Passes,
-    *,
-    counts: bool,
-) -> tuple[Float[Tensor, "part time"], Bool[Tensor, " part"]]:
-    """Add one microbatch's share of the minibatch gradient (zeros if it does not count); return its log-probs.
+class _Microbatch:
+    """Some rows of a minibatch, and how their share of its gradient comes about; zeros if they do not count."""
 
-    And the rows whose terms are not finite; all, if the loss is not though each of them is.
-    """
-    chunk = minibatch.rows.select([minibatch.indices[place] for place in part])
-    actions = chunk.actions.trimmed()
-    time = actions.loss_mask.shape[1]
-    exact_kl = settings.with_reference and settings.kl_estimator == "exact"
-    entropy: Entropies = "differentiable" if settings.entropy_coef > 0 else "constant"
-    scored = component.logprobs(actions, entropy=entropy, kl=exact_kl)
-    logprobs = scored.logprobs.detach()
+    def __init__(
+        self,
+        component: PolicyComponent,
+        minibatch: Minibatch,
+        part: list[int],
+        batch: TrainingRows,
+        others: StepMeans | None,
+        settings: UpdateSettings,
+        *,
+        counts: bool,
+    ) -> None:
+        self.component, self.minibatch, self.part, self.batch = component, minibatch, part, batch
+        self.others, self.settings, self.counts = others, settings, counts
+        self.actions = batch.actions.trimmed()
+        self.time = self.actions.loss_mask.shape[1]
+        self._moved: Mapping[str, Tensor] = {}
 
-    def aligned(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[:, :time].to(logprobs.device, non_blocking=True)
+    def backward(self, passes: Passes) -> tuple[Float[Tensor, "part time"], Bool[Tensor, " part"]]:
+        """Add the share of the gradient; return log-probs, and the rows whose terms are not finite.
 
-    mask = minibatch.trained[part, :time].to(logprobs.device, non_blocking=True)
-    high_entropy, old = minibatch.entropy_mask, aligned(chunk.old_logprobs)
-    inputs = LossInputs(
-        logprobs=scored.logprobs,
-        old_logprobs=logprobs if old is None else old,
-        rollout_logprobs=aligned(chunk.rollout_logprobs),
-        ref_logprobs=aligned(chunk.ref_logprobs),
-        advantages=chunk.advantages.to(logprobs.device, non_blocking=True),
-        loss_mask=mask,
-        entropy=scored.entropy,
-        entropy_mask=None if high_entropy is None else aligned(high_entropy[part]),
-        kl=scored.kl if exact_kl else None,
-        gaussians=scored.gaussians,
-    )
-    loss, terms = compute_microbatch_loss(inputs, settings, minibatch.denominators)
-    (loss if counts else loss * 0.0).backward()
-    passes.of_gaussians = scored.gaussians is not None
-    if counts:
-        passes.sums.add(loss, terms, scored.entropy, mask, settings, part)
-    finite = torch.isfinite(terms.surrogate + terms.kl).all(-1)
-    return logprobs, ~torch.isfinite(loss) & (~finite | finite.all())
+        Those are all rows, if the loss is not finite though each of them is.
+        """
+        settings = self.settings
+        if settings.backward_per_step is True and self.time > 1:
+            scored = self._backward_by_step()
+            loss, terms = self._loss(scored)
+        else:
+            entropy: Entropies = "differentiable" if settings.entropy_coef > 0 else "constant"
+            scored = self.component.logprobs(self.actions, entropy=entropy, others=self.others)
+            loss, terms = self._loss(scored)
+            (loss if self.counts else loss * 0.0).backward()
+        passes.of_gaussians = scored.gaussians is not None
+        if self.counts:
+            mask = self._constants(scored.logprobs.device)["loss_mask"]
+            passes.sums.add(loss, terms, scored.entropy, mask, settings, self.part)
+        finite = torch.isfinite(terms.surrogate + terms.kl).all(-1)
+        return scored.logprobs.detach(), ~torch.isfinite(loss) & (~finite | finite.all())
+
+    def _backward_by_step(self) -> ActionLogprobs:
+        """Go forward and back one denoising step after the other; return what was found of all steps, as constants.
+
+        The loss is a function of the steps' log-probs, KL and drift, so a step needs its gradient by these alone. Where
+        it depends on the other steps, a pass without gradients finds their values before.
+        """
+        assert isinstance(self.actions, DenoisingBatch), "tokens of a row are one pass"
+        known = None
+        if self.settings.couples_actions:
+            with torch.no_grad():
+                known = self.component.logprobs(self.actions, others=self.others)
+        found: list[tuple[Tensor, ...]] = []
+        for step in range(self.time):
+            others = None if self.others is None else self.others.at_step(step)
+            scored = self.component.logprobs(self.actions.at_step(step), others=others)
+            measured, gradients = _measured(scored), self._gradients(known or scored)
+            reached = [place for place, each in enumerate(measured) if each.requires_grad]
+            own = [gradients[place][:, step : step + 1] for place in reached]
+            torch.autograd.backward([measured[place] for place in reached], own)
+            found.append(tuple(each.detach() for each in measured))
+        logprobs, kl, *gaussians = (torch.cat(values, 1) for values in zip(*found, strict=True))
+        return ActionLogprobs(logprobs, None, kl, StepGaussians(*gaussians))
+
+    def _gradients(self, values: ActionLogprobs) -> tuple[Tensor, ...]:
+        """Return the loss's gradient by what is measured of each step; of one step's values, only its own is right."""
+        shape = values.logprobs.shape[0], self.time
+        leaves = [each.detach().expand(shape).clone().requires_grad_() for each in _measured(values)]
+        logprobs, kl, *gaussians = leaves
+        loss, _ = self._loss(ActionLogprobs(logprobs, None, kl, StepGaussians(*gaussians)))
+        loss = loss if self.counts else loss * 0.0
+        return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+    def _loss(self, scored: ActionLogprobs) -> tuple[Float[Tensor, ""], TokenLoss]:
+        """Compute the microbatch's share of the loss, and its terms."""
+        settings, logprobs = self.settings, scored.logprobs
+        given = {"old_logprobs": logprobs.detach(), **self._constants(logprobs.device)}
+        exact_kl = settings.with_reference and settings.kl_estimator == "exact"
+        kl = scored.kl if exact_kl else None
+        inputs = LossInputs(logprobs, entropy=scored.entropy, kl=kl, gaussians=scored.gaussians, **given)
+        return compute_microbatch_loss(inputs, settings, self.minibatch.denominators)
+
+    def _constants(self, device: torch.device) -> Mapping[str, Tensor]:
+        """Return the stored values that the loss reads, by the names of LossInputs, after one transfer."""
+        if self._moved:
+            return self._moved
+        batch, minibatch, part = self.batch, self.minibatch, self.part
+        by_action = {
+            "loss_mask": minibatch.trained[part],
+            "old_logprobs": batch.old_logprobs,
+            "rollout_logprobs": batch.rollout_logprobs,
+            "ref_logprobs": batch.ref_logprobs,
+            "entropy_mask": None if minibatch.entropy_mask is None else minibatch.entropy_mask[part],
+        }
+        known = {name: values[:, : self.time] for name, values in by_action.items() if values is not None}
+        known["advantages"] = batch.advantages
+        self._moved = dict(zip(known, to_device([*known.values()], device), strict=True))
+        return self._moved
+
+
+def _measured(scored: ActionLogprobs) -> tuple[Tensor, ...]:
+    """Return what a loss reads of denoising steps: the fields of ActionLogprobs, then of StepGaussians."""
+    gaussians = scored.gaussians
+    assert gaussians is not None, "only a loss of denoising steps is taken step by step"
+    return scored.logprobs, scored.kl, gaussians.drift, gaussians.std, gaussians.dt

@@ -16,10 +16,12 @@ from torch import Tensor
 
 from grpo_core.losses.nft import NoisedImages, mean_square, nft_terms
 from grpo_core.policies.protocol import VelocityComponent
+from grpo_core.policies.trained.model import BATCHES_PER_EXCHANGE
 from grpo_core.rollouts.actions import DenoisingBatch
 from grpo_core.rollouts.records import TrainingRows
 from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import derive_seed, make_generator
+from grpo_core.transfers import to_host
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
 from grpo_core.update.settings import NftSettings, minibatches
@@ -33,7 +35,6 @@ from grpo_core.update.step import (
     mean,
     no_gradient_of_a_refused_update,
     optimizer_step,
-    to_host,
 )
 
 
@@ -192,8 +193,10 @@ def update_by_nft(
     def gradient(number: int) -> _Passes:
         optimizer.zero_grad()
         epoch, passes = plan[number][1], _Passes(process.levels * len(plan[number][0]))
-        for part, counts in share(parts[number], process_group):
-            _backward(component, process, part, epoch, settings, passes, counts=counts)
+        shares = share(parts[number], process_group)
+        compared = _compared(component, process, [part for part, _ in shares], epoch, settings)
+        for (part, counts), velocities in zip(shares, compared, strict=True):
+            _backward(component, part, velocities, settings, passes, counts=counts)
             tick()
         passes.read(rows.sample_ids)
         return passes
@@ -212,28 +215,50 @@ def update_by_nft(
     return UpdateResult({}, tuple(steps))
 
 
-def _backward(
+@dataclass(frozen=True)
+class _Compared:
+    """Noised images, with their velocities under the reference and under the old policy; None without such a copy."""
+
+    actions: DenoisingBatch
+    noised: NoisedImages
+    reference: Float[Tensor, "rows ..."] | None
+    old: Float[Tensor, "rows ..."] | None
+
+
+def _compared(
     component: VelocityComponent,
     process: ForwardProcess,
-    part: Sequence[Noising],
+    parts: Sequence[Sequence[Noising]],
     epoch: int,
+    settings: NftSettings,
+) -> Iterator[_Compared]:
+    """Yield what each microbatch is trained on, with other weights exchanged once for many of them."""
+    copies = component.trained.copies
+    for start in range(0, len(parts), BATCHES_PER_EXCHANGE):
+        given = [process.noised(part, epoch) for part in parts[start : start + BATCHES_PER_EXCHANGE]]
+        batches, none = [actions for actions, _ in given], [None] * len(given)
+        # Before any graph is built: exchanging values would break it.
+        reference = _under(component.trained.reference(), component, batches) if settings.with_reference else none
+        old = _under(copies["old"].use(), component, batches) if "old" in copies else none
+        for (actions, noised), *velocities in zip(given, reference, old, strict=True):
+            yield _Compared(actions, noised, *velocities)
+
+
+def _backward(
+    component: VelocityComponent,
+    part: Sequence[Noising],
+    given: _Compared,
     settings: NftSettings,
     passes: _Passes,
     *,
     counts: bool,
 ) -> None:
     """Add one microbatch's share of the minibatch gradient; one that does not count adds zeros."""
-    actions, noised = process.noised(part, epoch)
-    trained = component.trained
-    # Before any graph is built: exchanging values would break it.
-    reference = _under(trained.reference(), component, actions) if settings.with_reference else None
-    old = _under(trained.copies["old"].use(), component, actions) if "old" in trained.copies else None
-    velocity = component.velocities(actions)
-    old = velocity.detach() if old is None else old
-    terms = nft_terms(
-        velocity, old, noised.to(velocity), beta=settings.nft_beta, advantage_clip=settings.advantage_clip
-    )
-    kl = torch.zeros_like(terms.policy) if reference is None else mean_square(velocity - reference)
+    velocity = component.velocities(given.actions)
+    old = velocity.detach() if given.old is None else given.old
+    noised, beta = given.noised.to(velocity), settings.nft_beta
+    terms = nft_terms(velocity, old, noised, beta=beta, advantage_clip=settings.advantage_clip)
+    kl = torch.zeros_like(terms.policy) if given.reference is None else mean_square(velocity - given.reference)
     losses = terms.policy + settings.kl_coef * kl
     loss = losses.sum() / passes.count
     (loss if counts else loss * 0.0).backward()
@@ -247,7 +272,7 @@ def _backward(
 
 @torch.no_grad()
 def _under(
-    weights: AbstractContextManager[Any], component: VelocityComponent, actions: DenoisingBatch
-) -> Float[Tensor, "rows ..."]:
+    weights: AbstractContextManager[Any], component: VelocityComponent, batches: Sequence[DenoisingBatch]
+) -> list[Float[Tensor, "rows ..."]]:
     with weights:
-        return component.velocities(actions)
+        return [component.velocities(actions) for actions in batches]

@@ -12,6 +12,7 @@ from grpo_core.parity import ParityTolerance, measure_parity, require_parity, sh
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.rollouts.actions import Actions
 from grpo_core.rollouts.records import Entropies, TrainingRows
+from grpo_core.transfers import to_host
 from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_actions
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
@@ -25,7 +26,6 @@ from grpo_core.update.step import (
     keeping_old,
     no_gradient_of_a_refused_update,
     optimizer_step,
-    to_host,
 )
 from grpo_core.update.witnesses import require_witnesses_agree, witness_logprobs
 

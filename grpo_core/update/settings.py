@@ -18,6 +18,9 @@ PARITY_SHARE = "sampling/sampling_logp_difference/share_of_tolerance"
 """Metric of the parity gate: the larger of its differences over what it allows."""
 
 
+BackwardPerStep = Literal["auto"] | bool
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """Sizes and limits of the optimizer steps of one update, whatever its loss.
@@ -65,10 +68,14 @@ class UpdateSettings(LossSettings, StepSettings):
             term (Wang et al., 2025, "Beyond the 80/20 rule", arXiv:2506.01939).
         mask_truncated: rows that were cut off at their maximum length stay out of the loss (DAPO, arXiv:2503.14476);
             they still count in their groups.
+        backward_per_step: of denoising, a backward pass for each noisy step in place of one for the whole window, which
+            keeps all steps' activations; changes memory, not the gradient. A loss that couples a row's steps then needs
+            one more pass without gradients. auto: where the whole window is estimated not to fit on the GPU.
     """
 
     entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     mask_truncated: bool = False
+    backward_per_step: BackwardPerStep = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,6 +108,8 @@ class UpdateSettings(LossSettings, StepSettings):
         if self.traits.reads_gaussians:
             hint = f"{self.loss} measures Gaussian denoising steps; choose another loss for tokens, such as grpo."
             yield "loss", self.loss, hint
+        if self.backward_per_step is True:
+            yield "backward_per_step", True, "All tokens of a row are one pass, and one backward pass; leave it out."
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from grpo_core.losses.microbatch_loss import TokenLoss, clipped_share_of_rows, c
 from grpo_core.losses.settings import LossSettings
 from grpo_core.parity import ParityError
 from grpo_core.policies.protocol import PolicyComponent
+from grpo_core.transfers import to_host
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.settings import StepSettings
@@ -199,15 +200,6 @@ class UpdateResult:
             "optimizer_steps": float(len(self.steps)),
             **self.before,
         }
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies on the CPU, made by one transfer: a GPU runs dry while the host waits for each."""
-    if not tensors:
-        return []
-    sizes = [each.numel() for each in tensors]
-    parts = torch.cat([each.flatten() for each in tensors]).cpu().split(sizes)
-    return [part.view(each.shape).to(each.dtype) for part, each in zip(parts, tensors, strict=True)]
 
 
 class StepSums:

@@ -8,7 +8,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,10 +16,38 @@ from grpo_core.errors import InputError
 from tasks.progress import log
 
 R = TypeVar("R")
+V = TypeVar("V")
 
 
-class _FittingSizes(dict[tuple[str, str, int], int]):
-    """Batch sizes that fit after a larger one had failed, by run, setting and configured size."""
+class _FittingValues(dict[tuple[str, str, object], Any]):
+    """Values that fit after another had failed, by run, setting and configured value."""
+
+
+def retry_on_out_of_memory(
+    title: str, run: str, setting: str, value: V, less: Callable[[V], V], call: Callable[[V], R]
+) -> R:
+    """Call a function with a value, and once more with one that needs less if the device's memory is too small.
+
+    The second is remembered: the run's later calls for the same setting begin with it. No result is keyed by it. The
+    call does all of the work, and must have no effect when it raises. OutOfMemoryError if less is too much as well, or
+    there is no less.
+    """
+    fitting, key = resource(_FittingValues), (run, setting, value)
+    current = fitting.get(key, value)
+    smaller = less(current)
+    try:
+        return call(current)
+    except torch.OutOfMemoryError as error:
+        if smaller == current:
+            raise
+        message = str(error).partition(". ")[0]
+    # Outside of the except clause, since the error keeps frames and their tensors alive.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    fitting[key] = smaller
+    log(f"{title}: {message}; running it again, and later ones, with {setting} {smaller} instead of {current}")
+    return call(smaller)
 
 
 _OTHERS = {
@@ -29,33 +57,25 @@ _OTHERS = {
 
 
 def halve_on_out_of_memory(title: str, run: str, setting: str, size: int, call: Callable[[int], R]) -> R:
-    """Call a function with a batch size, and once more with half of it if the device's memory is too small.
+    """Call a function with a batch size, and with half of it as in `retry_on_out_of_memory`.
 
-    The half is remembered: the run's later calls for the same setting begin with it. No result is keyed by it. The call
-    does all of the work, and must have no effect when it raises. InputError, which names `setting`, if half of the size
-    is too much as well, or the size is 1.
+    InputError, which names `setting`, if half of the size is too much as well, or the size is 1.
     """
-    fitting, key = resource(_FittingSizes), (run, setting, size)
-    current = fitting.get(key, size)
-    smallest = max(1, current // 2)
-    while True:
-        try:
-            return call(current)
-        except torch.OutOfMemoryError as error:
-            message = str(error).partition(". ")[0]
-            if current == smallest:
-                hint = (
-                    f"The device's memory is too small for {title} ({message}). Lower it, or the image or completion "
-                    f"size, or {_OTHERS[setting]}: docs/first_gpu.md."
-                )
-                raise InputError(setting, current, hint) from error
-        # Outside of the except clause, since the error keeps frames and their tensors alive.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        fitting[key] = smallest
-        log(f"{title}: {message}; running it again, and later ones, with {setting} {smallest} instead of {current}")
-        current = smallest
+    tried: list[int] = []
+
+    def sized(current: int) -> R:
+        tried.append(current)
+        return call(current)
+
+    try:
+        return retry_on_out_of_memory(title, run, setting, size, lambda current: max(1, current // 2), sized)
+    except torch.OutOfMemoryError as error:
+        message = str(error).partition(". ")[0]
+        hint = (
+            f"The device's memory is too small for {title} ({message}). Lower it, or the image or completion size, or "
+            f"{_OTHERS[setting]}: docs/first_gpu.md."
+        )
+        raise InputError(setting, tried[-1], hint) from error
 
 
 def reset_peak_memory() -> None:

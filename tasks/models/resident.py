@@ -44,7 +44,10 @@ class ModelSpec(BaseModel):
     references: Mapping[Stream, Reference]
     # Checkpoint of the run that training starts from; None without one, for a folder and a hub name.
     adapter: ArtifactRef | None = None
-    memory: int | None = None  # bytes that a GPU needs by the estimate if nothing is offloaded; None: not estimated
+    # Bytes that a GPU needs by the estimate if nothing is offloaded, and an update of denoising goes back step by step
+    # where it may choose; with the whole window at once, and then with components offloaded. None: not estimated.
+    memory: int | None = None
+    of_window: tuple[int, int] | None = None
     # Of rewards with device auto; cpu: the policy is on the CPU, or its GPU has no room for them.
     reward_device: Literal["auto", "cpu"] = "auto"
 
@@ -54,6 +57,12 @@ class ModelSpec(BaseModel):
         if offload != "auto" or device.type != "cuda" or self.memory is None:
             return offload == "components"
         return self.memory > torch.cuda.get_device_properties(device).total_memory
+
+    def steps_one_by_one(self, device: torch.device) -> bool:
+        """Return whether an update that may choose needs a backward pass for each denoising step on this device."""
+        if device.type != "cuda" or self.of_window is None:
+            return False
+        return self.of_window[self.offloads(device)] > torch.cuda.get_device_properties(device).total_memory
 
     @property
     def family(self) -> PolicyFamily:

@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
+from configs.training import AnyUpdateSection
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.policies.trained.model import WeightCopy
 from grpo_core.policies.trained.settings import CopyName
@@ -61,6 +62,7 @@ class ComponentUpdate:
         if shares_prompts and not trained.shares_prompts and not process_group.rank:
             log("in this update each row computes its prompt: processes have shares of the layers")
         optimizer = self._optimizer(process_group)
+        settings = self._with_steps(process_group)
         algorithm = ALGORITHMS[self.settings.algorithm]
         result = algorithm.update(
             Training(
@@ -68,7 +70,7 @@ class ComponentUpdate:
                 component=self.component,
                 optimizer=optimizer,
                 rows=stored.rows,
-                settings=self.settings,
+                settings=settings,
                 seed=derive_seed(job.seed, job.version, "minibatches"),
                 in_fp32=job.model.section.in_fp32,
                 process_group=process_group,
@@ -109,6 +111,18 @@ class ComponentUpdate:
         optimizer = PolicyOptimizer(parameters, self.settings, steps=steps, undecayed=undecayed)
         process_group.load_state(optimizer, load_file(previous / self.stream / OPTIMIZER_FILE))
         return optimizer
+
+    def _with_steps(self, process_group: ProcessGroup) -> AnyUpdateSection:
+        """Return the section with the choice whether denoising steps are gone back one by one, where it leaves one."""
+        settings, parameters = self.settings, self.component.trainable_parameters()
+        if not settings.chooses_steps:
+            return settings
+        device = next(iter(parameters.values())).device
+        # The passes of all processes are alike.
+        one_by_one = bool(process_group.from_first(self.job.model.steps_one_by_one(device)))
+        if one_by_one and not process_group.rank:
+            log(f"update of {self.stream}: a backward pass for each step, since this GPU is too small for the window's")
+        return settings.with_steps(one_by_one)
 
     def _stored_copy(self, name: CopyName) -> Path | None:
         """Return the folder of a copy that the previous version has of the component's weights; None without one."""

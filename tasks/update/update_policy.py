@@ -3,16 +3,17 @@
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from configs.placement import PlacementSection
 from configs.training import AnyUpdateSection
 from grpo_core.policies.protocol import family_module
 from grpo_core.rollouts.streams import Stream
 from grpo_core.update.process_group import SINGLE_PROCESS
+from grpo_core.update.settings import BackwardPerStep
 from grpo_core.user_code.files import code_kept
 from tasks.execution.caching import stage_task
-from tasks.execution.resources import halve_on_out_of_memory, resource
+from tasks.execution.resources import halve_on_out_of_memory, resource, retry_on_out_of_memory
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.progress import progress_of
 from tasks.runs.layout import policy_folder
@@ -93,14 +94,24 @@ def update_policy_task(
 
     largest = max(update.micro_batch_size for update in updates.values())
 
-    def run(size: int) -> PolicyRef:
+    name, run = f"{title}: {STAGE}", current_store().run
+
+    def by_size(size: int) -> PolicyRef:
         sized = {
             stream: update.model_copy(update={"micro_batch_size": max(1, update.micro_batch_size * size // largest)})
             for stream, update in updates.items()
         }
-        return _update(job.model_copy(update={"updates": sized}), title)
 
-    return halve_on_out_of_memory(f"{title}: {STAGE}", current_store().run, "update.micro_batch_size", largest, run)
+        def by_steps(steps: BackwardPerStep) -> PolicyRef:
+            chosen = {stream: update.with_steps(steps) for stream, update in sized.items()}
+            return _update(job.model_copy(update={"updates": chosen}), title)
+
+        chooses = any(update.chooses_steps for update in sized.values())
+        setting, begin = "update.backward_per_step", cast(BackwardPerStep, "auto")
+        return retry_on_out_of_memory(name, run, setting, begin, lambda steps: chooses or steps, by_steps)
+
+    # Steps one by one come before it: they take as many operations.
+    return halve_on_out_of_memory(name, run, "update.micro_batch_size", largest, by_size)
 
 
 def _update(job: UpdateJob, title: str) -> PolicyRef:

@@ -144,9 +144,8 @@ def _row(path: str, by_variant: Mapping[str, tuple[str, str, str]]) -> str:
             given = "; ".join([given, *(f"{name}: {cells[1] or 'required'}" for name, cells in by_variant.items())])
         elif defaults[0]:
             shown = f"{path}: {defaults[0]}"
-            given = (
-                given.removeprefix(f"`{defaults[0]}`, ").replace(f", `{defaults[0]}`", "").replace("true or false", "")
-            )
+            given = given.removeprefix(f"`{defaults[0]}`, ").replace(f", `{defaults[0]}`", "")
+            given = "" if given == "true or false" else given.removeprefix(f"`{defaults[0]}` or ")
     return f"- `{shown}`{f' ({given})' if given else ''}: {effects[0]}"
 
 

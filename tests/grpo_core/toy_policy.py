@@ -1,7 +1,7 @@
 """The smallest policy there is: a table of logits, whose log-probs and gradients can be worked out by hand."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
@@ -97,7 +97,10 @@ class TablePolicy:
             for ids, seed in zip(tokens.token_ids.tolist(), noise_seeds, strict=True)
         ]
 
-    def logprobs(self, tokens: TokenBatch, *, entropy: Entropies = "constant", kl: bool = False) -> ActionLogprobs:
+    def compared(self, batches: Iterable[TrainingRows], *, kl: bool) -> Iterator[tuple[TrainingRows, None]]:
+        return ((batch, None) for batch in batches)
+
+    def logprobs(self, tokens: TokenBatch, *, entropy: Entropies = "constant", others: None = None) -> ActionLogprobs:
         if torch.is_grad_enabled():
             self.seen.append(tokens.prompts)
         return self._score(self.table, tokens, entropy=entropy)

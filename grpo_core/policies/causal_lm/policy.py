@@ -41,6 +41,7 @@ from grpo_core.rollouts.records import (
     GroupRequest,
     RolloutGroup,
     SampledTokens,
+    StepMeans,
     TrainingRows,
 )
 from grpo_core.rollouts.streams import ImageSize, Stream
@@ -260,8 +261,10 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         whole, shared = computed_positions(lengths, prompts, encoded.length, self.pass_positions)
         return SharedPrompts(rows, similar_lengths(lengths, self.pass_positions)) if shared < whole else None
 
-    def _score(self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
-        assert not kl, "the KL over a vocabulary is estimated from log-probs"
+    def _score(
+        self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, others: StepMeans | None = None
+    ) -> ActionLogprobs:
+        assert others is None, "tokens have no means"
         with self._precision():
             encoded, rows = self._distinct(actions.prompts, actions.sources)
             shared = self._shared(encoded, rows, actions)

@@ -18,6 +18,7 @@ from grpo_core.policies.encoded_prompts import EncodedPrompts
 from grpo_core.rollouts.actions import Sources, TokenSupport
 from grpo_core.rollouts.records import ActionLogprobs, Entropies, SampledTokens
 from grpo_core.sampling import TOKENS_PER_LOOK, uniform_numbers
+from grpo_core.transfers import to_device
 
 
 @torch.no_grad()
@@ -103,7 +104,7 @@ def score_completions(
     are padded on the right. Logits come from the model where its head does not give them (`head_gives_logits`).
     """
     device = encoded.input_ids.device
-    token_ids, mask = (each.to(device, non_blocking=True) for each in (token_ids, loss_mask))
+    token_ids, mask = to_device([token_ids, loss_mask], device)
     read = token_ids
     if forbidden is not None:
         # Its log-prob says that it was never sampled; the model would look for the image of a placeholder.

@@ -2,7 +2,7 @@
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ from grpo_core.policies.denoising.scheduler import (
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.microbatches import by_length
 from grpo_core.policies.trained.component import TrainedComponent
-from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.policies.trained.model import BATCHES_PER_EXCHANGE, TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.rollouts.actions import DenoisingBatch, Sources, TokenBatch
 from grpo_core.rollouts.images import SourceImage
@@ -38,6 +38,7 @@ from grpo_core.rollouts.records import (
     GroupRequest,
     SampledActions,
     StepGaussians,
+    StepMeans,
     TrainingRows,
 )
 from grpo_core.rollouts.streams import ImageSize
@@ -186,38 +187,65 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         return (*self.parts, VAE) if actions.sources else self.parts
 
     def _score(
-        self, model: nn.Module, actions: DenoisingBatch, *, entropy: Entropies, kl: bool = False
+        self, model: nn.Module, actions: DenoisingBatch, *, entropy: Entropies, others: StepMeans | None = None
     ) -> ActionLogprobs:
         # `model` is the pipeline's own, whose adapters or values the caller has exchanged.
-        calls, copies = [self._call(actions, rows) for rows in self._alike(actions)], self.trained.copies
-        # Before any graph is built: exchanging values would break it.
-        references = self._under(self.trained.reference(), calls) if kl else [[] for _ in calls]
-        before = self._under(copies["old"].use(), calls) if "old" in copies else [[] for _ in calls]
-        scored = [
-            self._scored(call, self._transitions(call), reference, old)
-            for call, reference, old in zip(calls, references, before, strict=True)
-        ]
+        calls = [self._call(actions, rows) for rows in self._alike(actions)]
+        scored = [self._scored(call, self._transitions(call), others or StepMeans()) for call in calls]
         order = self._order(calls)
         logprobs, kls, *gaussians = (torch.cat(values)[order] for values in zip(*scored, strict=True))
         return ActionLogprobs(logprobs, None, kls, StepGaussians(*gaussians))
 
-    def _scored(
-        self,
-        call: "_Call",
-        steps: Sequence[Transition],
-        references: Sequence[Transition],
-        old: Sequence[Transition],
-    ) -> list[Tensor]:
-        """Return the fields of ActionLogprobs, then of StepGaussians, [rows, steps]; zero where not asked."""
+    def _scored(self, call: "_Call", steps: Sequence[Transition], others: StepMeans) -> list[Tensor]:
+        """Return the fields of ActionLogprobs, then of StepGaussians, [rows, steps]; zero where nothing is compared."""
         reduction, zeros = self.settings.logprob_reduction, torch.zeros(len(call.rows), device=self._device)
+
+        def distances(means: tuple[Tensor, ...] | None) -> list[Tensor]:
+            if means is None:
+                return [zeros] * len(steps)
+            # All weights have one schedule, and so one standard deviation.
+            of_steps = torch.stack([means[row] for row in call.rows], 1)
+            given = zip(steps, of_steps, strict=True)
+            return [step_kl(step.mean, step._replace(mean=mean), reduction) for step, mean in given]
+
         by_step = [
             [step_logprob(call.states[index + 1], step, reduction) for index, step in enumerate(steps)],
-            [step_kl(step.mean, other, reduction) for step, other in zip(steps, references, strict=False)],
-            [step_kl(step.mean, other, reduction) for step, other in zip(steps, old, strict=False)],
+            distances(others.reference),
+            distances(others.old),
             [step.std.expand_as(zeros) for step in steps],
             [step.dt.expand_as(zeros) for step in steps],
         ]
-        return [torch.stack(values or [zeros] * len(steps), 1) for values in by_step]
+        return [torch.stack(values, 1) for values in by_step]
+
+    def compared(self, batches: Iterable[TrainingRows], *, kl: bool) -> Iterator[tuple[TrainingRows, StepMeans | None]]:
+        """Yield each batch with the means of its steps under the other weights, exchanged once for many batches."""
+        left = iter(batches)
+        while together := list(itertools.islice(left, BATCHES_PER_EXCHANGE)):
+            # Before any graph is built: exchanging values would break it.
+            actions = [each.actions for each in together if isinstance(each.actions, DenoisingBatch)]
+            yield from zip(together, self.step_means(actions, kl=kl), strict=True)
+
+    def step_means(self, batches: Sequence[DenoisingBatch], *, kl: bool) -> list[StepMeans]:
+        """Return by batch the means under the reference, with `kl`, and under the policy before the update, if kept."""
+        none: list[None] = [None] * len(batches)
+        old = self.trained.copies.get("old")
+        references = self._means_under(self.trained.reference(), batches) if kl else none
+        before = none if old is None else self._means_under(old.use(), batches)
+        return [StepMeans(*each) for each in zip(references, before, strict=True)]
+
+    @torch.no_grad()
+    def _means_under(
+        self, weights: AbstractContextManager[Any], batches: Sequence[DenoisingBatch]
+    ) -> list[tuple[Tensor, ...]]:
+        with self.offload.using(*self._parts_of(batches[0])), weights:
+            return [self._means(actions) for actions in batches]
+
+    def _means(self, actions: DenoisingBatch) -> tuple[Tensor, ...]:
+        found: dict[int, Tensor] = {}
+        for call in (self._call(actions, rows) for rows in self._alike(actions)):
+            means = torch.stack([step.mean for step in self._transitions(call)], 1)
+            found |= zip(call.rows, means, strict=True)
+        return tuple(found[row] for row in range(len(actions)))
 
     def summed_values(self, actions: DenoisingBatch) -> int:
         """Return the number of values of a row's latents, the largest of all rows; 1 for means."""
@@ -251,11 +279,6 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         assert isinstance(rows.actions, DenoisingBatch), "a component has its own kind of actions"
         keys = self._keys(rows.actions)
         return by_length(rows.lengths(indices), size, [keys[row] for row in indices])
-
-    @torch.no_grad()
-    def _under(self, weights: AbstractContextManager[Any], calls: Sequence["_Call"]) -> list[list[Transition]]:
-        with weights:
-            return [self._transitions(call) for call in calls]
 
     def _transitions(self, call: "_Call") -> list[Transition]:
         scheduler = ReplayScheduler.like(self.pipeline.scheduler, self.settings).begin(call.first_step, call.states)

@@ -21,6 +21,7 @@ from torch import Tensor
 from grpo_core.errors import NonFiniteError
 from grpo_core.policies.denoising.settings import DenoisingSettings, LogprobReduction, SdeType
 from grpo_core.seeds import make_generator
+from grpo_core.transfers import to_device
 
 
 class Transition(NamedTuple):
@@ -140,8 +141,8 @@ class WindowScheduler(FlowMatchEulerDiscreteScheduler):
         """Make the whole schedule, and give the pipeline a part of its timesteps."""
         super().set_timesteps(num_inference_steps, None, sigmas, mu, timesteps)
         # Made where its numbers are: the host does not wait for a copy that it need not see arrive.
-        self.sigmas = self.sigmas.to(device, non_blocking=True)
-        self.timesteps = self.timesteps[self.kept].to(device, non_blocking=True)
+        made = [self.sigmas, self.timesteps[self.kept]]
+        self.sigmas, self.timesteps = to_device(made, torch.device("cpu" if device is None else device))
 
     def scale_model_input(self, sample: Tensor, timestep: Tensor | None = None) -> Tensor:
         """Return the latents: a pipeline of several kinds of schedulers scales for all but its own classes."""

@@ -160,7 +160,7 @@ class DiffusersFamily(PolicyFamily):
         trained = self.train("denoising", transformer, choices["denoising"], model)
         guided = passes_per_step(saved, settings)
         # Without noisy steps a microbatch has rows at one noise level each (DiffusionNFT).
-        passes = guided * max(1, settings.sde_window_size)
+        steps = max(1, settings.sde_window_size)
         encodes: frozenset[Phase] = frozenset({"encoding"})
         denoises: frozenset[Phase] = frozenset({"decoding", "denoising update"})
         # Source images are encoded by each call.
@@ -171,7 +171,9 @@ class DiffusersFamily(PolicyFamily):
             networks=counts,
             quantized={f"{part} weights": size for part, size in quantized.items()},
             needed={f"{part} weights": phases for part, phases in needed.items()},
-            components={"denoising": memory.ComponentSizes(trained, width, blocks, positions, passes)},
+            components={
+                "denoising": memory.ComponentSizes(trained, width, blocks, positions, passes=guided, steps=steps)
+            },
             prompt=read,
             image_values=guided * positions * width,
             image_pixels=largest.pixels,

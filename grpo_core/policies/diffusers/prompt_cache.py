@@ -24,7 +24,10 @@ _PROBES = ("a", "a cat and a dog " * 40)
 
 @dataclass(frozen=True)
 class _Kept:
-    """What the encoders returned, in CPU memory: on a device a stage's embeddings would take the samples' place."""
+    """What the encoders returned, in CPU memory: on a device a stage's embeddings would take the samples' place.
+
+    What came from a GPU is pinned, so that the way back there runs beside the passes.
+    """
 
     leaves: tuple[Any, ...]
     structure: TreeSpec
@@ -33,7 +36,7 @@ class _Kept:
     @classmethod
     def of(cls, result: Any) -> "_Kept":
         leaves, structure = tree_flatten(result)
-        kept = tuple(each.to(CPU) if isinstance(each, Tensor) else each for each in leaves)
+        kept = tuple(_on_host(each) if isinstance(each, Tensor) else each for each in leaves)
         devices = tuple(each.device if isinstance(each, Tensor) else None for each in leaves)
         return cls(kept, structure, devices)
 
@@ -45,6 +48,10 @@ class _Kept:
         pairs = zip(self.leaves, self.devices, strict=True)
         leaves = [each if device is None else each.to(device, non_blocking=True) for each, device in pairs]
         return tree_unflatten(leaves, self.structure)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.cpu().pin_memory() if tensor.is_cuda else tensor.to(CPU)
 
 
 class PromptCache:

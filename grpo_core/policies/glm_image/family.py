@@ -159,8 +159,8 @@ class GlmImageFamily(PolicyFamily):
             components["tokens"] = memory.token_sizes(trained, text, settings, PROMPT_TOKENS, tokens, vocabulary=codes)
         if choice := choices.get("denoising"):
             trained = self.train("denoising", decoder, choice, model)
-            passes = max(1, settings.sde_window_size) * (2 if settings.guidance_scale > 1 else 1)
-            components["denoising"] = memory.ComponentSizes(trained, width, blocks, patches, passes)
+            guided, steps = 2 if settings.guidance_scale > 1 else 1, max(1, settings.sde_window_size)
+            components["denoising"] = memory.ComponentSizes(trained, width, blocks, patches, passes=guided, steps=steps)
         denoises: frozenset[Phase] = frozenset({"decoding", "denoising update"})
         return memory.ModelSizes(
             networks=counts,

@@ -44,6 +44,7 @@ from grpo_core.rollouts.records import (
     RolloutGroup,
     SampledActions,
     SampledTokens,
+    StepMeans,
 )
 from grpo_core.rollouts.streams import ImageSize, Stream
 
@@ -153,9 +154,11 @@ class GlmImageTokens(TrainedComponent[TokenBatch]):
             max_length=self.max_length,
         )
 
-    def _score(self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
+    def _score(
+        self, model: nn.Module, actions: TokenBatch, *, entropy: Entropies, others: StepMeans | None = None
+    ) -> ActionLogprobs:
         # `model` is the pipeline's own, whose adapters or values the caller has exchanged.
-        assert not kl, "the KL over image codes is estimated from log-probs"
+        assert others is None, "tokens have no means"
         sizes = self.sizes_of(actions)
         edited = [bool(own) for own in actions.sources or ((),) * len(actions)]
         kinds = list(zip(sizes, edited, strict=True))

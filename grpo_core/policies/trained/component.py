@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.microbatches import by_length
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
-from grpo_core.rollouts.records import ActionLogprobs, Entropies, TrainingRows
+from grpo_core.rollouts.records import ActionLogprobs, Entropies, StepMeans, TrainingRows
 
 
 @contextmanager
@@ -83,7 +83,9 @@ class TrainedComponent(ABC, Generic[A]):
     _is_reference = False
 
     @abstractmethod
-    def _score(self, model: nn.Module, actions: A, *, entropy: Entropies, kl: bool = False) -> ActionLogprobs:
+    def _score(
+        self, model: nn.Module, actions: A, *, entropy: Entropies, others: StepMeans | None = None
+    ) -> ActionLogprobs:
         """Compute the log-probs of the actions under this model, the policy's or the reference."""
 
     def _parts_of(self, actions: A) -> tuple[str, ...]:
@@ -97,10 +99,17 @@ class TrainedComponent(ABC, Generic[A]):
     def _device(self) -> torch.device:
         return next(self.trained.model.parameters()).device
 
-    def logprobs(self, actions: A, *, entropy: Entropies = "constant", kl: bool = False) -> ActionLogprobs:
+    def logprobs(
+        self, actions: A, *, entropy: Entropies = "constant", others: StepMeans | None = None
+    ) -> ActionLogprobs:
         """Compute the log-probs of the actions under the current weights."""
         with self.offload.using(*self._parts_of(actions)):
-            return self._score(self.trained.model, actions, entropy=entropy, kl=kl)
+            return self._score(self.trained.model, actions, entropy=entropy, others=others)
+
+    def compared(self, batches: Iterable[TrainingRows], *, kl: bool) -> Iterator[tuple[TrainingRows, StepMeans | None]]:
+        """Yield each batch with what its actions are compared with beside their log-probs: nothing."""
+        assert not kl, "the KL over ids is estimated from log-probs"
+        return ((batch, None) for batch in batches)
 
     def reference_logprobs(self, actions: A) -> Float[Tensor, "batch time"]:
         """Compute the log-probs of the actions under the reference, without gradients."""

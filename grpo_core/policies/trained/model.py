@@ -16,6 +16,9 @@ from grpo_core.errors import InputError
 from grpo_core.policies.trained.settings import CopyName, TrainingChoice
 
 CPU = torch.device("cpu")
+BATCHES_PER_EXCHANGE = 32
+"""Microbatches for which other weights are exchanged once: what these give is kept, far less than one's activations."""
+
 _NORM_OR_BIAS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 

@@ -13,6 +13,7 @@ from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.rollouts.actions import DenoisingBatch
 from grpo_core.rollouts.records import SampledActions, TrainingRows
 from grpo_core.rollouts.streams import ImageSize
+from grpo_core.update import nft_update
 from grpo_core.update.nft_update import ForwardProcess, NftStepMetrics, update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
@@ -146,10 +147,14 @@ def plain_loss(
     ],
 )
 def test_loss_and_gradient_of_each_minibatch_are_those_of_a_plain_loop(
-    kl: float, kept_before: bool, images: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, kl: float, kept_before: bool, images: tuple[int, ...]
 ) -> None:
+    """The reference is exchanged once for two passes here: three times for the five of all."""
+    monkeypatch.setattr(nft_update, "BATCHES_PER_EXCHANGE", 2)
     component, rows = LinearComponent(), rows_of(ADVANTAGES)
-    reference = component.weight.detach().clone()
+    reference, exchanged = component.weight.detach().clone(), []
+    entered = component.trained.reference
+    monkeypatch.setattr(component.trained, "reference", lambda: exchanged.append(1) or entered())
     with torch.no_grad():
         component.weight.add_(0.3)
         old = component.weight.detach().clone()
@@ -168,6 +173,7 @@ def test_loss_and_gradient_of_each_minibatch_are_those_of_a_plain_loop(
     torch.testing.assert_close(gradient_of(component), expected, rtol=1e-12, atol=0)
     assert len(images) == 1 or not torch.equal(component.passes[3].weight, component.passes[0].weight)
     assert ("old" in component.trained.copies) == kept_before
+    assert len(exchanged) == (sum(-(-each // 2) for each in images) if kl else 0)
 
 
 def test_images_are_seen_at_every_level_with_noise_of_their_own() -> None:

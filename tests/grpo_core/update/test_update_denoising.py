@@ -1,6 +1,7 @@
 """Updates of a denoising component: the gate, the exact KL, and losses that know how far the update has moved."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,18 +11,21 @@ from torch import Tensor
 
 from grpo_core.errors import InputError
 from grpo_core.losses.policy_loss import TermInputs
-from grpo_core.losses.settings import LossSettings
+from grpo_core.losses.settings import LossSettings, MismatchSettings
 from grpo_core.parity import ParityTolerance
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.scheduler import Transition, step_kl
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
+from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.rollouts.actions import DenoisingBatch
 from grpo_core.rollouts.records import ActionLogprobs, SampledActions, StepGaussians, TrainingRows
 from grpo_core.settings import Truncation
+from grpo_core.update.gradient import Passes, add_up_gradient, make_minibatch, trained_actions
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
+from grpo_core.update.process_group import SINGLE_PROCESS
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings
-from grpo_core.update.step import UpdateResult
+from grpo_core.update.step import OptimizerStep, UpdateResult
 from tests.grpo_core.policies.denoising.tiny_pipelines import component, sampled
 from tests.grpo_core.policies.glm_image.test_memory import PeakBytes
 from tests.grpo_core.toy_policy import training_rows
@@ -73,7 +77,14 @@ def test_steps_with_a_high_advantage_become_likelier(loss: str) -> None:
     assert not made.trained.copies
 
 
-def test_the_exact_kl_holds_the_policy_at_its_reference_without_a_pass_of_its_own(
+def entered(monkeypatch: pytest.MonkeyPatch, trained: TrainedModel) -> list[int]:
+    """Return a list that grows each time the reference is exchanged."""
+    found, own = list[int](), trained.reference
+    monkeypatch.setattr(trained, "reference", lambda: found.append(1) or own())
+    return found
+
+
+def test_the_exact_kl_holds_the_policy_at_its_reference_which_is_exchanged_once_a_minibatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(DenoisingComponent, "reference_logprobs", None)
@@ -81,9 +92,13 @@ def test_the_exact_kl_holds_the_policy_at_its_reference_without_a_pass_of_its_ow
     for kl_coef in (0.0, 1e4):
         made = component("sd3")
         rows = rows_of(made)
-        result = train(made, rows, kl_coef=kl_coef, epochs=4, lr=2e-3, micro_batch_size=4)
+        exchanged = entered(monkeypatch, made.trained)
+        result = train(made, rows, kl_coef=kl_coef, epochs=4, lr=2e-3)
+        assert len(exchanged) == 4 * bool(kl_coef)
         with torch.no_grad():
-            distances.append(float(made.logprobs(rows.actions, kl=True).kl.mean()))
+            actions: Any = rows.actions
+            (others,) = made.step_means([actions], kl=True)
+            distances.append(float(made.logprobs(rows.actions, others=others).kl.mean()))
         assert ("kl" in result.metrics()) == bool(kl_coef)
         if kl_coef:
             kls = [step.kl for step in result.steps if step.kl is not None]
@@ -118,6 +133,89 @@ def test_the_drift_is_measured_from_the_weights_before_the_update(monkeypatch: p
     step = transitions(made, rows.actions)[0]
     assert torch.equal(seen[0][0].std[:, 0], step.std.expand(2))
     assert torch.equal(seen[0][0].dt[:, 0], step.dt.expand(2))
+
+
+# --- a backward pass for each step
+
+
+@cache
+def moved_component() -> tuple[DenoisingComponent, TrainingRows]:
+    """A policy that an update has moved from its old and from its reference, and rows of neither."""
+    made, generator = component("sd3"), torch.Generator().manual_seed(3)
+
+    def move() -> None:
+        for parameter in made.trainable_parameters().values():
+            parameter.data += 0.02 * torch.randn(parameter.shape, generator=generator)
+
+    move()
+    made.trained.keep("old")
+    move()
+    rows = rows_of(made)
+    old, stored, reference = (rows.rollout_logprobs + 0.3 * torch.randn(4, 2, generator=generator) for _ in range(3))
+    return made, replace(rows, old_logprobs=old, rollout_logprobs=stored, ref_logprobs=reference)
+
+
+def gradient_of(made: DenoisingComponent, rows: TrainingRows, settings: UpdateSettings) -> tuple[Tensor, Passes]:
+    parameters = list(made.trainable_parameters().values())
+    for parameter in parameters:
+        parameter.grad = None
+    minibatch = make_minibatch(rows, [2, 0, 3, 1], trained_actions(rows, settings), settings)
+    passes = add_up_gradient(made, minibatch, settings, SINGLE_PROCESS, lambda: None)
+    return torch.cat([each.grad.flatten() for each in parameters if each.grad is not None]), passes
+
+
+BY_ROW = {"mismatch": MismatchSettings("truncate", "sequence")}
+
+
+@pytest.mark.parametrize(
+    ("loss", "changes", "couples", "first"),
+    [
+        ("grpo", {"kl_coef": 0.5}, False, False),
+        pytest.param("grpo", {"kl_coef": 0.5, "kl_estimator": "k3"}, False, False, marks=pytest.mark.slow),
+        ("grpo", {"importance_level": "sequence", "clip_range": 0.01}, True, False),
+        ("grpo", BY_ROW, True, True),
+        ("cispo", {"off_policy_threshold": 0.1}, True, False),
+        pytest.param(
+            "sapo",
+            {"kl_coef": 0.5, "kl_estimator": "k3", "mismatch": MismatchSettings("mask")},
+            False,
+            True,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("luspo", {"kl_coef": 0.5, "kl_estimator": "k3"}, True, True, marks=pytest.mark.slow),
+        ("vespo", {}, True, False),
+        ("grpo_guard", {"kl_coef": 0.5}, False, True),
+        pytest.param("flow_dppo", {"loss_settings": {"dppo_threshold": 1e-3}}, False, False, marks=pytest.mark.slow),
+        (f"{__name__}:of_a_user", {}, True, False),
+    ],
+)
+def test_steps_taken_one_by_one_give_the_gradient_of_the_window(
+    loss: str, changes: dict[str, Any], couples: bool, first: bool
+) -> None:
+    """A pass without gradients comes before where a loss couples the steps, and nowhere else; metrics are equal."""
+    made, rows = moved_component()
+    rows = replace(rows, old_logprobs=None) if first else rows
+    settings = UpdateSettings(**{"loss": loss, "kl_estimator": "exact", "micro_batch_size": 3, **changes})
+    passes: list[int] = []
+    scored = made.logprobs
+
+    def counted(actions: Any, **options: Any) -> ActionLogprobs:
+        passes.append(actions.loss_mask.shape[1])
+        return scored(actions, **options)
+
+    expected, whole = gradient_of(made, rows, replace(settings, backward_per_step=False))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(made, "logprobs", counted)
+        found, by_step = gradient_of(made, rows, replace(settings, backward_per_step=True))
+    assert float((found - expected).norm() / expected.norm()) < 1e-6
+    assert torch.equal(by_step.logprobs, whole.logprobs)
+    made_step = OptimizerStep(0.0, 0.0)
+    metrics = [
+        each.sums.metrics(SINGLE_PROCESS, made_step, with_reference=True, with_entropy=False)
+        for each in (by_step, whole)
+    ]
+    assert metrics[0] == metrics[1]
+    assert passes == 2 * ([2] * couples + [1, 1])
 
 
 @torch.no_grad()

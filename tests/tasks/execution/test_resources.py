@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pytest
@@ -14,7 +15,7 @@ from configs.placement import PlacementSection
 from grpo_core.errors import InputError
 from grpo_core.policies.glm_image.policy import GlmImagePolicy, GlmImageTokens
 from grpo_core.rollouts.actions import TokenBatch
-from grpo_core.rollouts.records import Entropies, GroupRequest, RolloutGroup
+from grpo_core.rollouts.records import GroupRequest, RolloutGroup
 from tasks.execution.resources import halve_on_out_of_memory, resource, run_resources
 from tasks.models.resident import ResidentPolicy
 from tasks.progress import listen
@@ -105,14 +106,12 @@ def test_an_update_in_halves_makes_the_same_weights(store: ArtifactStore, monkey
     logprobs, stopped = GlmImageTokens.logprobs, []
     shutil.copytree(store.path(""), Path(store.root) / "whole")
 
-    def bounded(
-        self: GlmImageTokens, tokens: TokenBatch, *, entropy: Entropies = "constant", kl: bool = False
-    ) -> object:
+    def bounded(self: GlmImageTokens, tokens: TokenBatch, **options: Any) -> object:
         # After some steps: the weights are half way between two versions by then.
         stopped.append(len(tokens))
         if len(tokens) > 1 and torch.is_grad_enabled() and len(stopped) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-        return logprobs(self, tokens, entropy=entropy, kl=kl)
+        return logprobs(self, tokens, **options)
 
     monkeypatch.setattr(GlmImageTokens, "logprobs", bounded)
     halved = update_policy_task.fn(*arguments, "iteration 1", LOCAL_PLACEMENT)

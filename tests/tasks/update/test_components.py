@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import polars as pl
@@ -27,8 +28,11 @@ from configs.training import (
 from grpo_core.errors import InputError
 from grpo_core.parity import ParityError
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
+from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.glm_image.decoding import GlmImageDecoder
 from grpo_core.policies.trained.model import TrainedModel
+from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.records import ActionLogprobs
 from grpo_core.rollouts.streams import STREAMS, Stream
 from grpo_core.update.process_group import SINGLE_PROCESS
 from tasks.execution.resources import resource, run_resources
@@ -143,6 +147,39 @@ def test_a_component_is_trained_as_alone(stream: Stream, both: Updated, store: A
     ours, theirs = load_file(both.folder / stream / ADAPTER), load_file(tmp_path / "one" / stream / ADAPTER)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
     assert ours.keys() == theirs.keys()
+
+
+def test_steps_are_taken_one_by_one_where_the_window_does_not_fit(
+    both: Updated, store: ArtifactStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before microbatches are halved; to rounding with the same weights."""
+    single = changed(JOINT, train=("denoising",))
+    (rollouts,) = both.job.rollouts
+    job = job_of(single, rollouts, trained_advantages(single, rollouts), update={"denoising": UPDATES["denoising"]})
+    logprobs, taken = DenoisingComponent.logprobs, list[tuple[int, int]]()
+
+    def bounded(self: DenoisingComponent, actions: DenoisingBatch, **options: Any) -> ActionLogprobs:
+        if torch.is_grad_enabled():
+            taken.append((len(actions), actions.loss_mask.shape[1]))
+            if taken[-1][1] > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return logprobs(self, actions, **options)
+
+    monkeypatch.setattr(DenoisingComponent, "logprobs", bounded)
+    made = store.local_files(committed(job).checkpoint)
+    assert taken[:3] == [(taken[0][0], 2), (taken[0][0], 1), (taken[0][0], 1)]
+    ours, theirs = (load_file(each / "denoising" / ADAPTER) for each in (made, both.folder))
+    assert max(float((ours[name] - value).abs().max()) for name, value in theirs.items()) < 1e-6
+
+
+@pytest.mark.parametrize(("offload", "one_by_one"), [("none", True), ("components", False)])
+def test_whether_steps_are_taken_one_by_one_follows_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, offload: Any, one_by_one: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80))
+    spec = changed(JOINT, offload=offload).spec().model_copy(update={"memory": 70, "of_window": (90, 60)})
+    assert spec.steps_one_by_one(torch.device("cuda")) == one_by_one
+    assert not spec.steps_one_by_one(torch.device("cpu"))
 
 
 class Looking:

@@ -232,7 +232,7 @@ def test_the_exact_kl_and_its_gradient_are_those_of_torch(
     exact: tuple[DenoisingComponent, DenoisingBatch, Tensor],
 ) -> None:
     made, actions, _ = exact
-    scored = made.logprobs(actions, kl=True)
+    scored = made.logprobs(actions, others=made.step_means([actions], kl=True)[0])
     with torch.no_grad(), made.trained.reference():
         references = list(unrolled(made, actions))
     steps = zip(unrolled(made, actions), references, strict=True)
@@ -250,11 +250,12 @@ def test_the_exact_kl_of_full_weights_can_be_trained_on() -> None:
     first, _ = sampled(made, "sd3", samples=2, window_start=0)
     later, _ = sampled(made, "sd3", samples=2, window_start=2)
     rows = DenoisingBatch.join([first, later])
-    assert torch.equal(made.logprobs(rows, kl=True).kl, torch.zeros(4, 2))
+    (others,) = made.step_means([rows], kl=True)
+    assert torch.equal(made.logprobs(rows, others=others).kl, torch.zeros(4, 2))
     with torch.no_grad():
         for parameter in made.trainable_parameters().values():
             parameter.mul_(1.01)
-    scored = made.logprobs(rows, kl=True)
+    scored = made.logprobs(rows, others=others)
     scored.kl.sum().backward()
     assert float(scored.kl.detach().min()) > 0
     assert all(

@@ -77,7 +77,7 @@ def test_sums_over_the_latents_are_the_means_times_their_number() -> None:
     assert made.summed_values(actions) == 1
     made.settings = replace(made.settings, logprob_reduction="sum")
     assert made.summed_values(actions) == actions.states[0][0].numel()
-    scored = made.logprobs(actions, kl=True)
+    scored = made.logprobs(actions, others=made.step_means([actions], kl=True)[0])
     torch.testing.assert_close(scored.logprobs.detach(), stored * actions.states[0][0].numel(), rtol=1e-6, atol=0)
 
 

@@ -103,6 +103,11 @@ def test_what_grows_with_what(saved_folder: SavedFolder) -> None:
     # One block is at work, however many passes are kept.
     once = activations(settings(guidance_scale=1.0))
     assert activations(settings(sde_window_size=4)) - base == 2 * (base - once)
+    # Steps that are gone back one by one keep two passes, those of guidance, of a window of any length.
+    assert activations(settings(sde_window_size=4), backward_per_step=True) == once
+    chosen = estimated(folder, settings(sde_window_size=4), backward_per_step="auto").memory
+    assert sized(chosen)["denoising activations"] - once == 3 * (base - once)
+    assert sized(chosen.one_by_one()) == {**sized(chosen), "denoising activations": once}
     assert activations(settings(), TrainingChoice(LORA.lora, gradient_checkpointing=True)) < base / 3
     larger = estimated(folder, settings(), sizes=(ImageSize(32, 32), ImageSize(64, 32)))
     assert larger.tokens == {ImageSize(32, 32): 256, ImageSize(64, 32): 512}
