@@ -16,6 +16,7 @@ from tests.bench.page import HEADINGS, Measured, cells, store, this_machine
 
 PARTS = {
     "text_iteration": ("text_iteration", "measure"),
+    "released": ("released", "measure"),
     "denoising": ("denoising", "measure"),
     "sampling": ("policy", "measure_sampling"),
     "update": ("policy", "measure_update"),

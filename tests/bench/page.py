@@ -34,13 +34,13 @@ class Timings:
     What an iteration leaves to a thread ends in the next one, so the one after the peers does not count.
     """
 
-    def __init__(self, run_peers: Callable[[], None]) -> None:
-        self.run_peers = run_peers
+    def __init__(self, run_peers: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.run_peers, self.clock = run_peers, clock
         self.since: float | None = None
         self.iterations: list[float] = []
 
     def __call__(self, record: "IterationRecord") -> None:
-        now = time.perf_counter()
+        now = self.clock()
         if self.since is not None:
             self.iterations.append(now - self.since)
         self.since = now

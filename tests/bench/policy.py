@@ -162,18 +162,22 @@ def _timed(build: Build, folder: str) -> tuple[float, float]:
     step, before = _prepared(build, folder)
     begun = time.perf_counter()
     step()
-    return time.perf_counter() - begun, _resident_mb("VmHWM") - before
+    return time.perf_counter() - begun, resident_mb("VmHWM") - before
 
 
 @cache
 def _prepared(build: Build, folder: str) -> tuple[Callable[[], None], float]:
-    step = build(folder)
-    # The peak begins anew: loading a model may have taken more than an update does.
+    return build(folder), reset_resident()
+
+
+def reset_resident() -> float:
+    """Begin the peak of this process anew, since loading a model may have taken more; return the MB that it has."""
     Path("/proc/self/clear_refs").write_text("5")
-    return step, _resident_mb("VmRSS")
+    return resident_mb("VmRSS")
 
 
-def _resident_mb(name: str) -> float:
+def resident_mb(name: str) -> float:
+    """Return the MB of this process: VmRSS, or at the peak VmHWM."""
     # getrusage would include the peak of the process that this one was started from.
     found = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(found.split()[1]) * 1024 / 1e6

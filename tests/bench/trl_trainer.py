@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, Features, Value, load_dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -30,6 +31,7 @@ from data.recipes.text import build_tokenizer, save_tiny_text_model
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
 from grpo_core.rewards.scoring_batch import ScoringBatch
+from grpo_core.rollouts.messages import read_messages
 from tasks.prompts.read import read_prompts
 
 LARGE_VOCABULARY = 151_936
@@ -84,9 +86,17 @@ def build_trainer(config: RunConfig, folder: str | Path, steps: int) -> Any:
         reward_funcs=[_as_trl_calls_it(build_reward(each.reward, each.settings)) for each in config.rewards],
         train_dataset=_rows_with_images(prompts, folder) if of_images else _text_rows(prompts),
         args=_settings(config, folder, steps),
+        peft_config=_adapters(config),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _adapters(config: RunConfig) -> LoraConfig | None:
+    lora = config.policy.lora
+    if lora is None:
+        return None
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def _as_trl_calls_it(reward: Reward) -> Callable[..., list[float]]:
@@ -108,7 +118,10 @@ def _as_trl_calls_it(reward: Reward) -> Callable[..., list[float]]:
 def _text_rows(prompts: str) -> Dataset:
     return Dataset.from_list(
         [
-            {"prompt": [{"role": "user", "content": prompt.text}], "answer": prompt.columns["answer"]}
+            {
+                "prompt": read_messages(prompt.text) or [{"role": "user", "content": prompt.text}],
+                "answer": prompt.columns["answer"],
+            }
             for prompt in read_prompts(prompts).prompts
         ]
     )
@@ -163,16 +176,17 @@ def _settings(config: RunConfig, folder: str | Path, steps: int) -> GRPOConfig:
 
 
 class _StepEnds(TrainerCallback):
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self.times: list[float] = []
+        self.clock = clock
 
     def on_step_end(self, *arguments: Any, **others: Any) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(self.clock())
 
 
-def step_seconds(trainer: Any) -> list[float]:
+def step_seconds(trainer: Any, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """Train, and return the seconds of each step but the first, rollouts included."""
-    ends = _StepEnds()
+    ends = _StepEnds(clock)
     trainer.add_callback(ends)
     trainer.train()
     return [end - begun for begun, end in pairwise(ends.times)]
