@@ -22,20 +22,19 @@ class ComponentSizes:
     Attributes:
         width: hidden width of a position.
         positions: of the longest row: ids, or patches of the image and ids of the prompt.
-        shared: those of its prompt, if rows of one prompt can share them; 0 where each row computes its own.
         passes: over a row, for one denoising step or for all tokens; two with classifier-free guidance.
         steps: noisy steps of a row; 1 for tokens.
         scored: tokens of a row that are scored; 0 for denoising; vocabulary: ids that they can be.
         whole_logits: all logits are computed at once, because another operation follows the output head.
         truncated: ids are cut by top-k, top-p or min-p, so that tokens are scored with a support.
         encoder_values: hidden values of a row in all blocks of an encoder that is trained too; 0 without one.
+        shared: positions of its prompt, if rows of one prompt can share them; 0 where each row computes its own.
     """
 
     trained: TrainedModel
     width: int
     blocks: int
     positions: int
-    shared: int = 0
     passes: int = 1
     steps: int = 1
     scored: int = 0
@@ -43,6 +42,7 @@ class ComponentSizes:
     whole_logits: bool = False
     truncated: bool = False
     encoder_values: int = 0
+    shared: int = 0
 
 
 @dataclass(frozen=True)
