@@ -31,7 +31,7 @@ from data.recipes.text import build_tokenizer, save_tiny_text_model
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rewards.reward import Reward
 from grpo_core.rewards.scoring_batch import ScoringBatch
-from grpo_core.rollouts.messages import read_messages
+from grpo_core.rollouts.messages import read_messages, write_messages
 from tasks.prompts.read import read_prompts
 
 LARGE_VOCABULARY = 151_936
@@ -100,14 +100,14 @@ def _adapters(config: RunConfig) -> LoraConfig | None:
 
 
 def _as_trl_calls_it(reward: Reward) -> Callable[..., list[float]]:
-    def score(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
-        count = len(completions)
+    def score(prompts: list[Any], completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+        count, of_images = len(completions), "image" in columns
         batch = ScoringBatch(
             sample_ids=list(map(str, range(count))),
-            prompts=[""] * count,
+            prompts=["" if of_images else write_messages(each) for each in prompts],
             completions=[messages[0]["content"] for messages in completions],
             columns={name: columns[name] for name in ("answer", "box") if name in columns},
-            source_images=[[image] for image in columns["image"]] if "image" in columns else (),
+            source_images=[[image] for image in columns["image"]] if of_images else (),
         )
         return [float(each.value or 0.0) for each in reward.score(batch)]
 
