@@ -93,18 +93,20 @@ def _measure_update(case: Case) -> Iterator[Row]:
 
 def _update(case: Case, shares: bool) -> tuple[float, float]:
     """Return the CPU seconds of an update, and the MB that it takes at most above the loaded model."""
-    policy, optimizer, rows = _prepared(case)
+    policy, optimizer, rows, before = _prepared(case)
     policy.trained.shares_prompts = shares
     settings = UpdateSettings(minibatch_size=len(rows), micro_batch_size=case.microbatch)
-    before = reset_resident()
     begun = time.process_time()
     update_policy(policy, optimizer, rows, settings, seed=0)
     return time.process_time() - begun, resident_mb("VmHWM") - before
 
 
 @cache
-def _prepared(case: Case) -> tuple[CausalLMPolicy, PolicyOptimizer, TrainingRows]:
-    """Load the model with adapters that are not at zero, and make rows of random ids; no step changes a weight."""
+def _prepared(case: Case) -> tuple[CausalLMPolicy, PolicyOptimizer, TrainingRows, float]:
+    """Load the model with adapters that are not at zero, and make rows of random ids; no step changes a weight.
+
+    The last is the MB that the process has then.
+    """
     torch.set_num_threads(1)
     settings = CausalLMSettings(max_completion_length=case.completion, chat_template=False)
     choice = TrainingChoice(LoraSettings(rank=16, alpha=32.0))
@@ -136,7 +138,7 @@ def _prepared(case: Case) -> tuple[CausalLMPolicy, PolicyOptimizer, TrainingRows
         max_length=case.completion,
         prompt_lengths=torch.full((count,), case.prompt),
     )
-    return policy, PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.0)), rows
+    return policy, PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.0)), rows, reset_resident()
 
 
 def _measure_iteration() -> Iterator[Row]:
