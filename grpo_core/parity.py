@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from grpo_core.errors import NonFiniteError
@@ -232,30 +232,50 @@ def measure_parity(
     limit: float = ParityTolerance.max_difference,
     sampled_by: str | None = None,
 ) -> ParityReport:
-    """Compare the two over the loss mask; `sampled_by` is the engine, in words, None for the policy itself.
+    """Compare the two over the loss mask; arguments and errors as of `compare_logprobs`."""
+    tokens = rollout_logprobs[loss_mask], old_logprobs[loss_mask], loss_mask.sum(-1)
+    return compare_logprobs(sample_ids, *tokens, stream, limit=limit, sampled_by=sampled_by)
 
-    NonFiniteError names samples whose log-probs are not finite; ValueError for an empty mask.
+
+def compare_logprobs(
+    sample_ids: Sequence[str],
+    rollout_logprobs: Float[Tensor, " tokens"],
+    old_logprobs: Float[Tensor, " tokens"],
+    counts: Int[Tensor, " rows"],
+    stream: Stream = "tokens",
+    *,
+    limit: float = ParityTolerance.max_difference,
+    sampled_by: str | None = None,
+) -> ParityReport:
+    """Compare log-probs of the tokens of all rows, one row after another.
+
+    NonFiniteError names samples whose log-probs are not finite; ValueError without tokens.
+
+    Args:
+        counts: number of tokens of each row.
+        limit: difference beyond which tokens are counted.
+        sampled_by: the engine, in words; None for the policy itself.
     """
-    if not loss_mask.any():
+    if not len(rollout_logprobs):
         raise ValueError("the loss mask is empty: there is no token to compare or to train on")
+    row_of = torch.arange(len(counts)).repeat_interleave(counts)
     for quantity, logprobs, hint in (
         ("stored log-prob", rollout_logprobs, "The rollouts are damaged; collect them again."),
         ("recomputed log-prob", old_logprobs, "The weights or the stored tokens are damaged."),
     ):
-        finite = torch.isfinite(torch.where(loss_mask, logprobs, 0.0)).all(-1)
+        finite = torch.isfinite(logprobs)
         if not finite.all():
-            broken = [sample for sample, good in zip(sample_ids, finite.tolist(), strict=True) if not good]
-            raise NonFiniteError(quantity, broken, hint)
-    difference = torch.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
-    ratios = difference[loss_mask].double().exp()
-    by_row = difference.abs().amax(-1)
+            raise NonFiniteError(quantity, [sample_ids[row] for row in row_of[~finite].unique().tolist()], hint)
+    difference = old_logprobs - rollout_logprobs
+    ratios = difference.double().exp()
+    by_row = torch.zeros(len(counts), dtype=difference.dtype).scatter_reduce(0, row_of, difference.abs(), "amax")
     worst = by_row.argsort(descending=True)[:3].tolist()
     return ParityReport(
         max_difference=float(difference.abs().max()),
-        mean_difference=float(difference[loss_mask].abs().double().mean()),
+        mean_difference=float(difference.abs().double().mean()),
         ratio_min=float(ratios.min()),
         ratio_max=float(ratios.max()),
-        tokens=int(loss_mask.sum()),
+        tokens=len(difference),
         rows=len(by_row),
         rows_apart=int((by_row > 0.1 * by_row.max()).sum()),
         worst_samples=tuple(sample_ids[row] for row in worst),

@@ -56,7 +56,7 @@ _isolate()
 gc.disable()
 # Shapes and dtypes that signatures and records state are checked in these modules, on every call of every test.
 _SHAPED = ("advantages", "logprobs", "losses", "parity", "rewards.mix", "rewards.similarity", "sampling")
-_SHAPED_ROLLOUTS = ("actions", "records")
+_SHAPED_ROLLOUTS = ("actions", "ragged", "records")
 _SHAPED_POLICIES = (
     "encoded_prompts",
     "kv_cache",

@@ -20,6 +20,7 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.sizes import Phase
 from grpo_core.rollouts.actions import TokenBatch
 from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.ragged import RaggedRows
 from grpo_core.rollouts.records import GroupRequest, RolloutGroup, TrainingRows
 from grpo_core.rollouts.streams import Modality, Stream
 from grpo_core.update.nft_update import update_by_nft
@@ -219,5 +220,5 @@ def _parity(config: RunConfig, component: Any, rows: TrainingRows, settings: Any
     component.prepare_for_update(rows.actions)
     scored = component.logprobs(rows.actions, entropy="none").logprobs.cpu()
     report = measure_parity(rows.sample_ids, rows.rollout_logprobs, scored, rows.actions.loss_mask, stream)
-    allowed = parity_tolerance(component, rows, settings.parity, in_fp32=config.policy.in_fp32)
+    allowed = parity_tolerance(component, RaggedRows.of(rows), settings.parity, in_fp32=config.policy.in_fp32)
     return ComponentParity(stream, report.max_difference, report.mean_difference, allowed)

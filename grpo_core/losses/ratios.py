@@ -72,13 +72,18 @@ def mismatch_weights(
     return torch.where((ratio < settings.floor) | (ratio > settings.cap), 0.0, ratio)
 
 
-def mismatch_metrics(
+def counted_weights(
     weights: Float[Tensor, "batch time"], loss_mask: Bool[Tensor, "batch time"], level: ImportanceLevel
-) -> dict[str, float]:
-    """Return min, mean and max of the weights of :func:`mismatch_weights`, named as by TRL; a row counts once."""
+) -> Float[Tensor, " counted"]:
+    """Return the weights of :func:`mismatch_weights` of the tokens, or of the rows at sequence level."""
     # The first trained token's weight is the row's; that of a row without tokens is 1.
     first = loss_mask.int().argmax(-1, keepdim=True)
-    counted = (weights[loss_mask] if level == "token" else weights.gather(1, first)).double()
+    return weights[loss_mask] if level == "token" else weights.gather(1, first).squeeze(1)
+
+
+def mismatch_metrics(counted: Float[Tensor, " counted"]) -> dict[str, float]:
+    """Return min, mean and max of :func:`counted_weights`, named as by TRL."""
+    counted = counted.double()
     statistics = {"min": counted.min(), "mean": counted.mean(), "max": counted.max()}
     return {f"sampling/importance_sampling_ratio/{name}": float(value) for name, value in statistics.items()}
 

@@ -9,16 +9,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def overlong_mask(
-    loss_mask: Bool[Tensor, "batch time"], finished: Bool[Tensor, " batch"]
-) -> Bool[Tensor, "batch time"]:
-    """Return the loss mask without the rows that were truncated at their maximum length.
-
-    Yu et al., 2025, DAPO (arXiv:2503.14476), section 3.4, overlong filtering. The rows stay in the count of rows.
-    """
-    return loss_mask & finished.unsqueeze(-1)
-
-
 def entropy_threshold(entropies: Float[Tensor, " tokens"], share: float) -> float:
     """Return the entropy, in nats, that `share` of the trained tokens reach: their (1 - share) quantile, interpolated.
 
@@ -32,8 +22,8 @@ def entropy_threshold(entropies: Float[Tensor, " tokens"], share: float) -> floa
 
 
 def high_entropy_mask(
-    entropy: Float[Tensor, "batch time"], loss_mask: Bool[Tensor, "batch time"], *, threshold: float
-) -> Bool[Tensor, "batch time"]:
+    entropy: Float[Tensor, "*actions"], loss_mask: Bool[Tensor, "*actions"], *, threshold: float
+) -> Bool[Tensor, "*actions"]:
     """Return the trained tokens whose entropy is at least the threshold of :func:`entropy_threshold`."""
     return loss_mask & (entropy.detach() >= threshold)
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from grpo_core.policies.trained.offload import ComponentOffload
     from grpo_core.policies.trained.settings import TrainingChoice
     from grpo_core.rollouts.actions import DenoisingBatch
+    from grpo_core.rollouts.ragged import RaggedRows
     from grpo_core.rollouts.records import (
         ActionLogprobs,
         Entropies,
@@ -62,7 +63,7 @@ class PolicyComponent(Protocol):
     def as_reference(self) -> AbstractContextManager["nn.Module"]:
         """Return a context for several calls of `reference_logprobs`, which exchange no weights inside it."""
 
-    def microbatches(self, rows: "TrainingRows", indices: Sequence[int], size: int) -> list[list[int]]:
+    def microbatches(self, rows: "RaggedRows", indices: Sequence[int], size: int) -> list[list[int]]:
         """Cut rows of its stream into microbatches of at most `size`, each as places in `indices`."""
 
     def summed_values(self, actions: Any) -> int:

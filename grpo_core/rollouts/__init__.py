@@ -4,5 +4,6 @@ messages    prompts that are conversations: what models, rewards and people get 
 images      read from files within bounds, brought to RGB and to the size of another; those of prompts
 streams     what a policy generates, and the streams of actions that train it
 actions     sampled tokens and denoising steps, with what is needed to compute their log-probs again
+ragged      the rows of an update without padding, of which microbatches are selected
 records     what passes between the stages: requests, groups of rollouts, training rows
 """

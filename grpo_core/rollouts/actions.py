@@ -30,6 +30,13 @@ def pad_to_longest(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(padded) if padded else torch.zeros(0, 0)
 
 
+def completion_lengths(loss_mask: Bool[Tensor, "rows time"]) -> Int[Tensor, " rows"]:
+    """Return the number of each row's columns up to the last where the mask is True."""
+    if not loss_mask.shape[1]:
+        return torch.zeros(len(loss_mask), dtype=torch.long)
+    return (loss_mask * torch.arange(1, loss_mask.shape[1] + 1)).amax(-1)
+
+
 R = TypeVar("R", bound="Rows")
 
 

@@ -8,9 +8,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from grpo_core.losses.microbatch_loss import LossInputs, TokenLoss, compute_microbatch_loss
-from grpo_core.losses.reductions import Denominators, entropy_threshold, high_entropy_mask, overlong_mask
+from grpo_core.losses.reductions import Denominators, entropy_threshold, high_entropy_mask
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.ragged import Ragged, RaggedRows
 from grpo_core.rollouts.records import ActionLogprobs, Entropies, StepGaussians, StepMeans, TrainingRows
 from grpo_core.transfers import to_device, to_host
 from grpo_core.update.process_group import ProcessGroup, share
@@ -29,10 +30,10 @@ class Minibatch:
         entropy_mask: of these, the ones whose entropy is high enough; None where all train.
     """
 
-    rows: TrainingRows
+    rows: RaggedRows
     indices: list[int]
-    trained: Bool[Tensor, "batch time"]
-    entropy_mask: Bool[Tensor, "batch time"] | None
+    trained: Ragged
+    entropy_mask: Ragged | None
     denominators: Denominators
 
     @property
@@ -50,38 +51,42 @@ class Passes:
     """
 
     sums: StepSums
-    logprobs: Tensor
+    logprobs: Ragged
     broken: list[str] = field(default_factory=list)
     of_gaussians: bool = False
 
 
-def trained_actions(rows: TrainingRows, settings: UpdateSettings) -> Bool[Tensor, "batch time"]:
-    """Return the sampled actions, without truncated rows if the settings mask them."""
+def trained_actions(rows: RaggedRows, settings: UpdateSettings) -> Ragged:
+    """Return the mask of the sampled actions, without truncated rows if the settings mask them.
+
+    Yu et al., 2025, DAPO (arXiv:2503.14476), section 3.4, overlong filtering. The rows stay in the count of rows.
+    """
+    sampled = rows.loss_mask
     if not settings.mask_truncated:
-        return rows.actions.loss_mask
-    return overlong_mask(rows.actions.loss_mask, rows.finished)
+        return sampled
+    return sampled.like(sampled.values & sampled.by_action(rows.finished))
 
 
 def make_minibatch(
-    rows: TrainingRows,
+    rows: RaggedRows,
     indices: list[int],
-    trained: Bool[Tensor, "rows time"],
+    trained: Ragged,
     settings: UpdateSettings,
 ) -> Minibatch:
     """Compute the masks and denominators of a minibatch of these rows; `trained` is of all rows."""
-    own = trained[indices]
+    own = trained.take(indices)
     entropy_mask = None
     if settings.entropy_quantile < 1:
         assert rows.old_entropy is not None, "entropies are computed before the first step"
-        entropies = rows.old_entropy[indices]
-        threshold = entropy_threshold(entropies[own], settings.entropy_quantile)
-        entropy_mask = high_entropy_mask(entropies, own, threshold=threshold)
+        entropies = rows.old_entropy.take(indices).values
+        threshold = entropy_threshold(entropies[own.values], settings.entropy_quantile)
+        entropy_mask = own.like(high_entropy_mask(entropies, own.values, threshold=threshold))
     denominators = Denominators(
         rows=len(indices),
-        tokens=int(own.sum()),
-        entropy_tokens=int((own if entropy_mask is None else entropy_mask).sum()),
+        tokens=int(own.values.sum()),
+        entropy_tokens=int((own if entropy_mask is None else entropy_mask).values.sum()),
         rollout_rows=len(rows),
-        rollout_tokens=int(trained.sum()),
+        rollout_tokens=int(trained.values.sum()),
         max_completion_length=rows.max_length,
     )
     return Minibatch(rows, indices, own, entropy_mask, denominators)
@@ -96,7 +101,8 @@ def add_up_gradient(
 ) -> Passes:
     """Add the gradients of this process's microbatches to those of the parameters."""
     rows, indices = minibatch.rows, minibatch.indices
-    passes = Passes(StepSums(minibatch.trained), torch.zeros(minibatch.trained.shape))
+    trained = minibatch.trained
+    passes = Passes(StepSums(trained.sums() > 0), trained.like(torch.zeros(len(trained.values))))
     parts, found = list[list[int]](), list[Tensor]()
     shares = share(component.microbatches(rows, indices, settings.micro_batch_size), process_group)
     batches = (rows.select([indices[place] for place in part]) for part, _ in shares)
@@ -111,7 +117,7 @@ def add_up_gradient(
         tick()
     read = iter(to_host(found))
     for part, logprobs, broken in zip(parts, read, read, strict=True):
-        passes.logprobs[part, : logprobs.shape[1]] = logprobs
+        passes.logprobs.put(part, logprobs)
         names = (minibatch.sample_ids[place] for place in part)
         passes.broken += [name for name, bad in zip(names, broken.tolist(), strict=True) if bad]
     return passes
@@ -205,11 +211,11 @@ class _Microbatch:
             return self._moved
         batch, minibatch, part = self.batch, self.minibatch, self.part
         by_action = {
-            "loss_mask": minibatch.trained[part],
+            "loss_mask": minibatch.trained.select(part),
             "old_logprobs": batch.old_logprobs,
             "rollout_logprobs": batch.rollout_logprobs,
             "ref_logprobs": batch.ref_logprobs,
-            "entropy_mask": None if minibatch.entropy_mask is None else minibatch.entropy_mask[part],
+            "entropy_mask": None if minibatch.entropy_mask is None else minibatch.entropy_mask.select(part),
         }
         known = {name: values[:, : self.time] for name, values in by_action.items() if values is not None}
         known["advantages"] = batch.advantages

@@ -18,6 +18,7 @@ from grpo_core.losses.nft import NoisedImages, mean_square, nft_terms
 from grpo_core.policies.protocol import VelocityComponent
 from grpo_core.policies.trained.model import BATCHES_PER_EXCHANGE
 from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.ragged import RaggedRows
 from grpo_core.rollouts.records import TrainingRows
 from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import derive_seed, make_generator
@@ -54,7 +55,9 @@ class Noising:
 class ForwardProcess:
     """The images of an update, with noise that depends on the seed, the epoch, an image's name and the level alone."""
 
-    def __init__(self, component: VelocityComponent, rows: TrainingRows, timesteps_per_image: int | None, seed: int):
+    def __init__(
+        self, component: VelocityComponent, rows: RaggedRows | TrainingRows, timesteps_per_image: int | None, seed: int
+    ):
         """Read the noise levels of every size; ValueError for rows of noisy steps, or fewer levels than wanted.
 
         Rows have one state, the finished latents; without a number of timesteps an image is trained at all levels.
@@ -164,7 +167,7 @@ class _Passes:
 def update_by_nft(
     component: VelocityComponent,
     optimizer: PolicyOptimizer,
-    rows: TrainingRows,
+    rows: RaggedRows | TrainingRows,
     settings: NftSettings,
     *,
     seed: int,

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from grpo_core.errors import InputError, raise_all
-from grpo_core.losses.ratios import mismatch_metrics, mismatch_weights
-from grpo_core.parity import ParityTolerance, measure_parity, require_parity, share_of_tolerance
+from grpo_core.losses.ratios import counted_weights, mismatch_metrics, mismatch_weights
+from grpo_core.losses.settings import MismatchSettings
+from grpo_core.parity import ParityTolerance, compare_logprobs, require_parity, share_of_tolerance
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.rollouts.actions import Actions
+from grpo_core.rollouts.ragged import Ragged, RaggedRows
 from grpo_core.rollouts.records import Entropies, TrainingRows
 from grpo_core.transfers import to_host
 from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_actions
@@ -33,7 +35,7 @@ from grpo_core.update.witnesses import require_witnesses_agree, witness_logprobs
 def update_policy(
     component: PolicyComponent,
     optimizer: PolicyOptimizer,
-    rows: TrainingRows,
+    rows: RaggedRows | TrainingRows,
     settings: UpdateSettings,
     *,
     seed: int,
@@ -50,7 +52,7 @@ def update_policy(
     component has to keep its average before, which follows every step.
 
     Args:
-        rows: with finite advantages; without rows nothing changes.
+        rows: with finite advantages, held without padding; without rows nothing changes.
         seed: decides the order of the rows.
         parity: allowed difference of stored and recomputed log-probs; None: the default for fp32.
         sampled_by: the engine that sampled the rows, in words; None: the policy itself.
@@ -63,6 +65,7 @@ def update_policy(
         NonFiniteError: a loss or gradient is not finite; names the samples.
         ValueError: rows of other weights without a correction, or a KL without a reference.
     """
+    rows = RaggedRows.of(rows) if isinstance(rows, TrainingRows) else rows
     if not len(rows):
         return UpdateResult({}, ())
     raise_all(InputError(f"update.{name}", value, hint) for name, value, hint in settings.unfit(rows.actions.stream))
@@ -72,17 +75,17 @@ def update_policy(
     minibatch_size = settings.rows_per_step(len(rows))
     first, *later = minibatches(len(rows), minibatch_size, settings.epochs, seed)
     # An entropy threshold has to be known before the first pass with gradients.
-    with_own_pass = set(first) if trained.any() and settings.entropy_quantile == 1 else set()
+    with_own_pass = set(first) if trained.values.any() and settings.entropy_quantile == 1 else set()
     others = [row for row in range(len(rows)) if row not in with_own_pass]
     total = _all_passes(component, rows, others, [first, *later], settings, process_group)
     tick = counter(total, on_progress)
     component.prepare_for_update(rows.actions)
     witnesses = witness_logprobs(component, rows, settings.micro_batch_size)
     rows = _scored(component, rows, others, settings, process_group, tick)
-    if not trained.any():
+    if not trained.values.any():
         return UpdateResult(_measure(rows, witnesses, parity, settings, sampled_by), ())
 
-    def gradient(known: TrainingRows, indices: list[int]) -> tuple[Minibatch, Passes]:
+    def gradient(known: RaggedRows, indices: list[int]) -> tuple[Minibatch, Passes]:
         optimizer.zero_grad()
         minibatch = make_minibatch(known, indices, trained, settings)
         return minibatch, add_up_gradient(component, minibatch, settings, process_group, tick)
@@ -96,7 +99,7 @@ def update_policy(
 
     with no_gradient_of_a_refused_update(optimizer):
         minibatch, passes = gradient(replace(rows, old_logprobs=None), first)
-        rows = _with_old_logprobs(rows, first, process_group.add(passes.logprobs))
+        rows = _with_old_logprobs(rows, first, process_group.add(passes.logprobs.values))
         before = _measure(rows, witnesses, parity, settings, sampled_by)
         with keeping_old(component, needed=settings.measures_drift and passes.of_gaussians and bool(later)):
             steps = [step(minibatch, passes)]
@@ -106,7 +109,7 @@ def update_policy(
 
 def _all_passes(
     component: PolicyComponent,
-    rows: TrainingRows,
+    rows: RaggedRows,
     others: list[int],
     every: Sequence[list[int]],
     settings: UpdateSettings,
@@ -125,19 +128,19 @@ def _all_passes(
 @torch.no_grad()
 def _scored(
     component: PolicyComponent,
-    rows: TrainingRows,
+    rows: RaggedRows,
     others: list[int],
     settings: UpdateSettings,
     process_group: ProcessGroup,
     tick: Tick,
-) -> TrainingRows:
+) -> RaggedRows:
     """Return the rows with old_logprobs of the others, and with old_entropy and ref_logprobs as the settings need."""
     entropy: Entropies = "constant" if settings.entropy_quantile < 1 else "none"
     quantities = 1 if entropy == "none" else 2
 
-    def scores(chosen: list[int], score: Callable[[Actions], list[Tensor]], quantities: int) -> list[Tensor]:
-        """Score each process's share of the chosen rows; every process gets all scores, [rows, time], on the CPU."""
-        found = torch.zeros(quantities, *rows.actions.loss_mask.shape)
+    def scores(chosen: list[int], score: Callable[[Actions], list[Tensor]], quantities: int) -> list[Ragged]:
+        """Score each process's share of the chosen rows; every process gets all scores, on the CPU."""
+        found = torch.zeros(quantities, len(rows.loss_mask.values))
         parts, scored = list[list[int]](), list[Tensor]()
         for places, counts in share(component.microbatches(rows, chosen, settings.micro_batch_size), process_group):
             part = [chosen[place] for place in places]
@@ -147,8 +150,9 @@ def _scored(
                 scored.append(each)
             tick()
         for part, each in zip(parts, to_host(scored), strict=True):
-            found[:, part, : each.shape[-1]] = each
-        return list(process_group.add(found))
+            for values, scores_of_part in zip(found, each, strict=True):
+                rows.loss_mask.like(values).put(part, scores_of_part)
+        return [rows.loss_mask.like(values) for values in process_group.add(found)]
 
     def under_policy(actions: Actions) -> list[Tensor]:
         scored = component.logprobs(actions, entropy=entropy)
@@ -164,13 +168,14 @@ def _scored(
     return replace(rows, ref_logprobs=reference)
 
 
-def _with_old_logprobs(rows: TrainingRows, indices: list[int], logprobs: Tensor) -> TrainingRows:
-    assert rows.old_logprobs is not None, "those of the other rows have been computed"
-    return replace(rows, old_logprobs=rows.old_logprobs.index_copy(0, torch.tensor(indices), logprobs))
+def _with_old_logprobs(rows: RaggedRows, indices: list[int], logprobs: Tensor) -> RaggedRows:
+    known = rows.old_logprobs
+    assert known is not None, "those of the other rows have been computed"
+    return replace(rows, old_logprobs=known.like(known.values.index_copy(0, known.places(indices), logprobs)))
 
 
 def _measure(
-    rows: TrainingRows,
+    rows: RaggedRows,
     witnesses: Mapping[int, Tensor],
     parity: ParityTolerance | None,
     settings: UpdateSettings,
@@ -178,20 +183,38 @@ def _measure(
 ) -> dict[str, float]:
     """Check parity on the rows that these weights sampled, then measure the mismatch to the sampler over all rows."""
     assert rows.old_logprobs is not None, "they are computed before the first step"
-    own, gate = rows.on_policy, dict[str, float]()
+    own, mask, gate = rows.on_policy, rows.loss_mask.values, dict[str, float]()
+    stored, found, counts = rows.rollout_logprobs.values[mask], rows.old_logprobs.values[mask], rows.loss_mask.sums()
     if witnesses:
         require_witnesses_agree(rows, witnesses, parity or ParityTolerance())
     if own.any():
         names = [sample_id for sample_id, mine in zip(rows.sample_ids, own.tolist(), strict=True) if mine]
-        stored, found, mask = (each[own] for each in (rows.rollout_logprobs, rows.old_logprobs, rows.actions.loss_mask))
-        allowed = parity or ParityTolerance()
-        limit = allowed.max_difference
-        report = measure_parity(names, stored, found, mask, rows.actions.stream, limit=limit, sampled_by=sampled_by)
+        allowed, by_own = parity or ParityTolerance(), own.repeat_interleave(counts)
+        report = compare_logprobs(
+            names,
+            stored[by_own],
+            found[by_own],
+            counts[own],
+            rows.actions.stream,
+            limit=allowed.max_difference,
+            sampled_by=sampled_by,
+        )
         require_parity(report, allowed)
         gate = {PARITY_SHARE: share_of_tolerance(report, allowed)}
-    mask, mismatch = rows.actions.loss_mask, settings.mismatch
-    metrics = gate | measure_parity(rows.sample_ids, rows.rollout_logprobs, rows.old_logprobs, mask).metrics()
-    if mismatch.mode == "none":
+    metrics = gate | compare_logprobs(rows.sample_ids, stored, found, counts).metrics()
+    if settings.mismatch.mode == "none":
         return metrics
-    weights = mismatch_weights(rows.old_logprobs, rows.rollout_logprobs, mask, mismatch)
-    return metrics | mismatch_metrics(weights, mask, mismatch.level)
+    starts = range(0, len(rows), _ROWS_AT_ONCE)
+    parts = (rows.select(range(start, min(start + _ROWS_AT_ONCE, len(rows)))) for start in starts)
+    return metrics | mismatch_metrics(torch.cat([_mismatch_weights(part, settings.mismatch) for part in parts]))
+
+
+_ROWS_AT_ONCE = 64
+"""Rows that are padded together to measure the mismatch."""
+
+
+def _mismatch_weights(part: TrainingRows, mismatch: MismatchSettings) -> Tensor:
+    assert part.old_logprobs is not None, "they are computed before the first step"
+    mask = part.actions.loss_mask
+    weights = mismatch_weights(part.old_logprobs, part.rollout_logprobs, mask, mismatch)
+    return counted_weights(weights, mask, mismatch.level)

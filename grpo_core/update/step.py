@@ -205,8 +205,9 @@ class UpdateResult:
 class StepSums:
     """Sums over the microbatches of one minibatch, on their device; they are read, and means taken, once at the end."""
 
-    def __init__(self, trained: Bool[Tensor, "rows time"]) -> None:
-        self._rows = trained.any(-1).cpu()
+    def __init__(self, trained: Bool[Tensor, " rows"]) -> None:
+        """Begin with the rows of the minibatch that have a trained action."""
+        self._rows = trained
         self._sums: Tensor | float = 0.0
         # By row: the minimum over processes then comes from a sum in which each row is counted once.
         self._clipped: list[tuple[list[int], Tensor]] = []

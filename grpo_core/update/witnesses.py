@@ -13,14 +13,14 @@ from torch import Tensor
 
 from grpo_core.parity import ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.protocol import PolicyComponent
-from grpo_core.rollouts.records import TrainingRows
+from grpo_core.rollouts.ragged import RaggedRows
 
 _MOST, _ROWS_OF_ONE = 4, 64
 """One row in this many, which is about a hundredth of an update's work."""
 
 
 @torch.no_grad()
-def witness_logprobs(component: PolicyComponent, rows: TrainingRows, micro_batch_size: int) -> dict[int, Tensor]:
+def witness_logprobs(component: PolicyComponent, rows: RaggedRows, micro_batch_size: int) -> dict[int, Tensor]:
     """Compute log-probs of rows whose prompt others share, by row; empty where no prompt is shared.
 
     Each is of another prompt, so that none is shared in this pass.
@@ -38,11 +38,11 @@ def witness_logprobs(component: PolicyComponent, rows: TrainingRows, micro_batch
     return dict(zip(chosen, scored.cpu(), strict=True))
 
 
-def require_witnesses_agree(rows: TrainingRows, witnesses: Mapping[int, Tensor], tolerance: ParityTolerance) -> None:
+def require_witnesses_agree(rows: RaggedRows, witnesses: Mapping[int, Tensor], tolerance: ParityTolerance) -> None:
     """Raise ParityError if old_logprobs are not those of the rows that were computed whole."""
     assert rows.old_logprobs is not None, "they are computed before the first step"
     chosen, whole = list(witnesses), torch.stack([*witnesses.values()])
-    old, mask = (each[chosen, : whole.shape[1]] for each in (rows.old_logprobs, rows.actions.loss_mask))
+    old, mask = (each.select(chosen)[:, : whole.shape[1]] for each in (rows.old_logprobs, rows.loss_mask))
     names, limit = [rows.sample_ids[row] for row in chosen], tolerance.max_difference
     report = measure_parity(names, whole, old, mask, rows.actions.stream, limit=limit)
     require_parity(replace(report, of_shared_prompts=True), tolerance)

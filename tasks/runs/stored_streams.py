@@ -22,12 +22,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from grpo_core.rollouts.actions import DenoisingBatch, Sources, TokenBatch, TokenSupport
-from grpo_core.rollouts.records import RolloutGroup, SampledActions, SampledTokens
+from grpo_core.rollouts.actions import DenoisingBatch, Sources, TokenBatch
+from grpo_core.rollouts.ragged import Ragged, RaggedActions, RaggedTokens
+from grpo_core.rollouts.records import RolloutGroup, SampledTokens
 from grpo_core.rollouts.streams import ImageSize, Stream
 from tasks.metrics import COMPLETION_LENGTH, DRAFTS, TOKENS
 from tasks.runs.layout import IMAGES, PARTS, STATES, STATES_FILE
-from tasks.storage.lists import lists_of, padded, unpadded
+from tasks.storage.lists import lists_of, ragged, unpadded
 from tasks.storage.parquet import DIGESTS, scan_tables
 
 
@@ -74,18 +75,18 @@ def sample_files(folders: Sequence[Path]) -> list[Path]:
 
 def read_tokens(
     table: pl.DataFrame, folders: Sequence[Path], scratch: Path, max_length: int, sources: Sources | None = None
-) -> SampledTokens:
+) -> RaggedActions:
     """Return the stored tokens of a table's rows, in the order in which they are stored.
 
-    The tokens of all rows are in memory at once, about 13 bytes each. The ids that a truncated sampler could choose, up
-    to thousands for each token, stay on disk, and microbatches read their own, from a file in `scratch`. `sources` has
-    the images in each row's prompt; None: no prompt has any. ValueError for rows of several temperatures, or with and
-    without a stored support.
+    The tokens of all rows are in memory at once, 9 bytes each, without padding. The ids that a truncated sampler
+    could choose, up to thousands for each token, stay on disk, and microbatches read their own, from a file in
+    `scratch`. `sources` has the images in each row's prompt; None: no prompt has any. ValueError for rows of several
+    temperatures, or with and without a stored support.
     """
     ids = _mapped_support_ids(sample_files(folders), table["sample_id"], scratch)
-    return SampledTokens(
-        actions=read_token_batch(table, _support(table, ids), sources),
-        rollout_logprobs=padded(table["rollout_logprobs"]),
+    return RaggedActions(
+        actions=_read_ragged_tokens(table, ids, sources),
+        rollout_logprobs=ragged(table["rollout_logprobs"]),
         finished=table["finished"].to_torch(),
         max_length=max_length,
         # It decides what a pass computes, and no value.
@@ -93,35 +94,40 @@ def read_tokens(
     )
 
 
-def read_token_batch(
-    table: pl.DataFrame, support: TokenSupport | None = None, sources: Sources | None = None
-) -> TokenBatch:
-    """Return the stored token ids of a table's rows, padded on the right; ValueError for several temperatures.
-
-    The table has the columns prompt, token_ids, loss_mask and temperature, of images also width and height; the support
-    is not needed to make images of the tokens.
-    """
+def _read_ragged_tokens(table: pl.DataFrame, support_ids: Tensor | None, sources: Sources | None) -> RaggedTokens:
+    """Return the stored tokens of a table's rows; ValueError for several temperatures, or some without a support."""
     temperatures = table["temperature"].unique().to_list()
     if len(temperatures) > 1:
         raise ValueError(f"the rows were sampled at several temperatures, {sorted(temperatures)}; update on each apart")
-    return TokenBatch(
+    counts = None if support_ids is None else _support_counts(table)
+    return RaggedTokens(
         prompts=tuple(table["prompt"]),
-        token_ids=padded(table["token_ids"]).long(),
-        loss_mask=padded(table["loss_mask"]),
+        token_ids=ragged(table["token_ids"]),
+        loss_mask=ragged(table["loss_mask"]),
         temperature=temperatures[0] if temperatures else 1.0,
-        support=support,
+        support_ids=None if counts is None else support_ids,
+        support_counts=counts,
         sizes=tuple(map(ImageSize, table["width"], table["height"])) if "width" in table.columns else None,
         sources=sources,
     )
 
 
-def _support(table: pl.DataFrame, ids: Tensor) -> TokenSupport | None:
+def read_token_batch(table: pl.DataFrame, sources: Sources | None = None) -> TokenBatch:
+    """Return the stored token ids of a table's rows, padded on the right; ValueError for several temperatures.
+
+    The table has the columns prompt, token_ids, loss_mask and temperature, of images also width and height; the support
+    is not needed to make images of the tokens.
+    """
+    return _read_ragged_tokens(table, None, sources).select(range(table.height))
+
+
+def _support_counts(table: pl.DataFrame) -> Ragged | None:
     missing = table["support_counts"].null_count()
     if missing == table.height:
         return None
     if missing:
         raise ValueError("some rows were sampled with top_k, top_p or min_p and some without; update on each apart")
-    return TokenSupport(ids, padded(table["support_counts"]).long())
+    return ragged(table["support_counts"])
 
 
 def _mapped_support_ids(files: Sequence[Path], kept: pl.Series, folder: Path) -> Int[Tensor, " entries"]:
@@ -225,7 +231,7 @@ def state_digests(path: Path) -> list[str]:
 
 def read_denoising(
     table: pl.DataFrame, folders: Sequence[Path], _scratch: Path, max_length: int, sources: Sources | None = None
-) -> SampledActions:
+) -> RaggedActions:
     """Return the stored noisy steps of a table's rows, with the drafts that their images are made of.
 
     The states stay on disk, and microbatches read their own; ValueError for a sample without. Arguments as
@@ -239,9 +245,9 @@ def read_denoising(
         drafts=read_token_batch(table, sources=sources) if "token_ids" in table.columns else None,
         sources=sources,
     )
-    return SampledActions(
+    return RaggedActions(
         actions=steps,
-        rollout_logprobs=padded(table["denoising_logprobs"]),
+        rollout_logprobs=ragged(table["denoising_logprobs"]),
         finished=torch.ones(len(steps), dtype=torch.bool),
         max_length=max_length,
     )
@@ -266,7 +272,7 @@ class StoredStream:
     # Returns a group's columns of the stream, one row per sample.
     columns: Callable[[RolloutGroup], Mapping[str, Sequence[Any]]]
     # Returns the actions of rows of the table, as `read_tokens`.
-    read: Callable[[pl.DataFrame, Sequence[Path], Path, int, Sources | None], SampledActions]
+    read: Callable[[pl.DataFrame, Sequence[Path], Path, int, Sources | None], RaggedActions]
     max_length: str  # column with the maximum number of actions of a row
     unread: tuple[str, ...]  # patterns of the artifact's files that its update does not need
 

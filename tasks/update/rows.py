@@ -14,8 +14,7 @@ from configs.training import ParitySection
 from grpo_core.parity import BF16, FP16, ParityTolerance, of_rounding
 from grpo_core.policies.engines.settings import EngineRecord
 from grpo_core.policies.protocol import PolicyFamily
-from grpo_core.rollouts.actions import TokenBatch
-from grpo_core.rollouts.records import TrainingRows
+from grpo_core.rollouts.ragged import RaggedRows, RaggedTokens
 from grpo_core.rollouts.streams import Stream
 from grpo_core.update.nft_update import NftStepMetrics, update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
@@ -37,7 +36,7 @@ _LEFT_ON_DISK = frozenset({"completion", "support_ids"})
 class StoredRows:
     """The rows of one update, and what was left out."""
 
-    rows: TrainingRows  # samples with an advantage, within the staleness
+    rows: RaggedRows  # samples with an advantage, within the staleness
     settings: Any  # how they were sampled, as the policy's frozen settings
     staleness: tuple[int, ...]  # versions between each row's policy and the one that is trained
     too_stale: int  # rows left out because of it
@@ -109,7 +108,7 @@ def read_training_rows(
     images = read_sources(store, digests_in(kept), (reference.run for reference in rollouts))
     sampled = stored.read(kept, folders, fetched, first[stored.max_length], sources_of(kept, images))
     return StoredRows(
-        rows=TrainingRows(
+        rows=RaggedRows(
             **vars(sampled),
             sample_ids=tuple(kept["sample_id"]),
             advantages=kept["advantage"].cast(pl.Float32).to_torch(),
@@ -149,7 +148,7 @@ class Training:
     stream: Stream
     component: Any  # of the policy; an algorithm needs more of it than others
     optimizer: PolicyOptimizer
-    rows: TrainingRows
+    rows: RaggedRows
     settings: Any  # the algorithm's own section of the configuration
     seed: int  # decides the order of the rows, and what else the algorithm draws
     in_fp32: bool  # whether the model computes in fp32; decides the defaults of a parity gate
@@ -185,7 +184,7 @@ def _by_ratios(training: Training) -> UpdateResult:
 
 
 def parity_tolerance(
-    component: Any, rows: TrainingRows, parity: ParitySection, *, in_fp32: bool, engines: Sequence[EngineRecord] = ()
+    component: Any, rows: RaggedRows, parity: ParitySection, *, in_fp32: bool, engines: Sequence[EngineRecord] = ()
 ) -> ParityTolerance:
     """Return how far log-probs of these rows may be from the stored ones.
 
@@ -200,8 +199,8 @@ def parity_tolerance(
         # The tolerance of tokens that are sampled or scored in 16 bits.
         dtypes = {each.engine_dtype for each in engines}
         unit = FP16 if in_fp32 and "bfloat16" not in dtypes else BF16
-        assert isinstance(rows.actions, TokenBatch), "steps of denoising have tolerances of their own"
-        stored = rows.rollout_logprobs[rows.actions.loss_mask]
+        assert isinstance(rows.actions, RaggedTokens), "steps of denoising have tolerances of their own"
+        stored = rows.rollout_logprobs.values[rows.loss_mask.values]
         rounding = of_rounding(
             stored,
             blocks=component.blocks,

@@ -17,6 +17,7 @@ from grpo_core.collect import join_groups
 from grpo_core.policies.estimate import GIB, PHASES, MemoryEstimate
 from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.sizes import Phase, cached_values
+from grpo_core.rollouts.ragged import RaggedRows
 from grpo_core.rollouts.records import RolloutGroup
 from grpo_core.rollouts.streams import Stream
 from grpo_core.update.step import UpdateResult
@@ -175,7 +176,7 @@ class Bench:
         result = measure_update(self.costs, component, rows, settings, first=counted)
         phase: Phase = "tokens update" if stream == "tokens" else "denoising update"
         parity: Any = settings.parity  # type: ignore[union-attr]
-        allowed = parity_tolerance(component, rows, parity, in_fp32=False)
+        allowed = parity_tolerance(component, RaggedRows.of(rows), parity, in_fp32=False)
         count = int(rows.actions.loss_mask.sum())
         noun, sizes = "token" if stream == "tokens" else "step", f"{len(rows)} rows of {count // len(rows)}"
         for name, limit in (("max", allowed.max_difference), ("mean", allowed.mean_difference)):

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from grpo_core.errors import NonFiniteError
 from grpo_core.parity import (
     BF16,
     ParityError,
     ParityReport,
     ParityTolerance,
+    compare_logprobs,
     likely_cause,
     measure_parity,
     of_rounding,
@@ -168,3 +170,16 @@ def test_single_tokens_beyond_are_called_rounding() -> None:
     with pytest.raises(ParityError, match="rounding in 16 bits"):
         require_parity(report, tolerance)
     assert "rounding" not in likely_cause(replace(report, mean_difference=1.0), tolerance)
+
+
+def test_rows_one_after_another_are_compared_each() -> None:
+    """Rows of two, no and one token; the last one's log-prob is broken then."""
+    stored, counts = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([2, 0, 1])
+    found = torch.tensor([-1.5, -2.25, -2.75])
+    report = compare_logprobs("abc", stored, found, counts, limit=0.3)
+    assert (report.max_difference, report.mean_difference, report.tokens_beyond) == (0.5, pytest.approx(1 / 3), 1)
+    assert (report.tokens, report.rows, report.rows_apart) == (3, 3, 2)
+    assert (report.worst_samples, report.worst_differences) == (("a", "c", "b"), (0.5, 0.25, 0.0))
+    with pytest.raises(NonFiniteError) as caught:
+        compare_logprobs("abc", stored, torch.tensor([0.0, 0.0, torch.nan]), counts)
+    assert caught.value.sample_ids == ("c",)

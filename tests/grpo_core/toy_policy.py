@@ -18,6 +18,7 @@ from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.microbatches import by_length
 from grpo_core.policies.trained.offload import NO_OFFLOAD
 from grpo_core.rollouts.actions import Sources, TokenBatch
+from grpo_core.rollouts.ragged import RaggedRows
 from grpo_core.rollouts.records import (
     ActionLogprobs,
     Entropies,
@@ -118,7 +119,7 @@ class TablePolicy:
     def reference_logprobs(self, tokens: TokenBatch) -> Tensor:
         return self._score(self.reference, tokens, entropy="none").logprobs
 
-    def microbatches(self, rows: TrainingRows, indices: Sequence[int], size: int) -> list[list[int]]:
+    def microbatches(self, rows: RaggedRows, indices: Sequence[int], size: int) -> list[list[int]]:
         return by_length(rows.lengths(indices), size)
 
     def as_reference(self) -> AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ from grpo_core.policies.causal_lm.sampling_scoring import (
     score_completions,
 )
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.causal_lm.shared_prompts import SharedPrompts, completion_lengths
+from grpo_core.policies.causal_lm.shared_prompts import SharedPrompts
 from grpo_core.policies.causal_lm.written import SamplingRule
 from grpo_core.policies.drafts import sample_drafts
 from grpo_core.policies.encoded_prompts import EncodedPrompt, EncodedPrompts, RecentlyUsed, pad_prompts
@@ -33,8 +33,9 @@ from grpo_core.policies.microbatches import (
 from grpo_core.policies.trained.component import TrainedComponent, refuse_unscaled_float16
 from grpo_core.policies.trained.model import CPU, TrainedModel
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.rollouts.actions import Sources, TokenBatch
+from grpo_core.rollouts.actions import Sources, TokenBatch, completion_lengths
 from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.ragged import RaggedRows, RaggedTokens
 from grpo_core.rollouts.records import (
     ActionLogprobs,
     Entropies,
@@ -42,7 +43,6 @@ from grpo_core.rollouts.records import (
     RolloutGroup,
     SampledTokens,
     StepMeans,
-    TrainingRows,
 )
 from grpo_core.rollouts.streams import ImageSize, Stream
 
@@ -242,12 +242,12 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
             texts.append(self.stops.visible(written))
         return texts
 
-    def microbatches(self, rows: TrainingRows, indices: Sequence[int], size: int) -> list[list[int]]:
+    def microbatches(self, rows: RaggedRows, indices: Sequence[int], size: int) -> list[list[int]]:
         """Cut rows into microbatches by length; where prompts are shared, by prompt if that is less to compute."""
         actions, known = rows.actions, rows.prompt_lengths
         if not self.trained.shares_prompts or known is None:
             return super().microbatches(rows, indices, size)
-        assert isinstance(actions, TokenBatch), "a component has its own kind of actions"
+        assert isinstance(actions, RaggedTokens), "a component has its own kind of actions"
         sources = actions.sources or ((),) * len(actions)
         prompts = [(actions.prompts[row], sources[row]) for row in indices]
         return sharing_prompts(rows.lengths(indices), prompts, known[indices].tolist(), size, self.pass_positions)
@@ -257,7 +257,7 @@ class CausalLMPolicy(TrainedComponent[TokenBatch]):
         prompts = len(encoded.input_ids)
         if not self.trained.shares_prompts or prompts == len(rows):
             return None
-        lengths = completion_lengths(actions.loss_mask)
+        lengths = completion_lengths(actions.loss_mask).tolist()
         whole, shared = computed_positions(lengths, prompts, encoded.length, self.pass_positions)
         return SharedPrompts(rows, similar_lengths(lengths, self.pass_positions)) if shared < whole else None
 

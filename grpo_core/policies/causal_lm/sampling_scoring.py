@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from grpo_core.logprobs import score_hidden
 from grpo_core.policies.causal_lm.decode_steps import ModelStep, unread_padding, without_router_losses
-from grpo_core.policies.causal_lm.shared_prompts import SharedPrompts, completion_lengths, shared_states
+from grpo_core.policies.causal_lm.shared_prompts import SharedPrompts, shared_states
 from grpo_core.policies.causal_lm.written import SamplingRule, Written
 from grpo_core.policies.encoded_prompts import EncodedPrompts
-from grpo_core.rollouts.actions import Sources, TokenSupport
+from grpo_core.rollouts.actions import Sources, TokenSupport, completion_lengths
 from grpo_core.rollouts.records import ActionLogprobs, Entropies, SampledTokens
 from grpo_core.sampling import TOKENS_PER_LOOK, uniform_numbers
 from grpo_core.transfers import to_device
@@ -121,7 +121,7 @@ def score_completions(
             found = model.base_model(**inputs, **plain, use_cache=cached).last_hidden_state[:, -kept:]
         return found
 
-    lengths = completion_lengths(loss_mask)
+    lengths = completion_lengths(loss_mask).tolist()
     padded = encoded.padded or min(lengths) < token_ids.shape[1] - 1
     # Completions that read a prompt's keys have a mask in any case.
     with unread_padding(device, padded=padded or shared is not None):

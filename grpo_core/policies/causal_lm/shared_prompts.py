@@ -29,13 +29,6 @@ class SharedPrompts:
     parts: list[list[int]]
 
 
-def completion_lengths(loss_mask: Bool[Tensor, "rows time"]) -> list[int]:
-    """Return the number of columns up to the last token of each row."""
-    places = torch.arange(1, loss_mask.shape[1] + 1)
-    lengths: list[int] = (loss_mask * places).amax(-1).tolist()
-    return lengths
-
-
 def shared_states(
     run: Run,
     encoded: EncodedPrompts,

@@ -31,6 +31,7 @@ from grpo_core.policies.trained.model import BATCHES_PER_EXCHANGE, TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
 from grpo_core.rollouts.actions import DenoisingBatch, Sources, TokenBatch
 from grpo_core.rollouts.images import SourceImage
+from grpo_core.rollouts.ragged import RaggedRows
 from grpo_core.rollouts.records import (
     ActionLogprobs,
     BrokenImage,
@@ -272,7 +273,7 @@ class DenoisingComponent(TrainedComponent[DenoisingBatch]):
         shared = map(self._shared, actions.prompts, _by_row(actions.sources, len(actions)))
         return list(zip(actions.sizes, actions.first_steps, shared, strict=True))
 
-    def microbatches(self, rows: TrainingRows, indices: Sequence[int], size: int) -> list[list[int]]:
+    def microbatches(self, rows: RaggedRows, indices: Sequence[int], size: int) -> list[list[int]]:
         """Cut rows into microbatches; those of one call of the pipeline are neighbours, but not on a CPU."""
         if self._device.type == "cpu":
             return super().microbatches(rows, indices, size)

@@ -16,6 +16,7 @@ from grpo_core.errors import InputError
 from grpo_core.policies.microbatches import by_length
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.policies.trained.offload import NO_OFFLOAD, ComponentOffload
+from grpo_core.rollouts.ragged import RaggedRows
 from grpo_core.rollouts.records import ActionLogprobs, Entropies, StepMeans, TrainingRows
 
 
@@ -129,7 +130,7 @@ class TrainedComponent(ABC, Generic[A]):
             finally:
                 self._is_reference = False
 
-    def microbatches(self, rows: TrainingRows, indices: Sequence[int], size: int) -> list[list[int]]:
+    def microbatches(self, rows: RaggedRows, indices: Sequence[int], size: int) -> list[list[int]]:
         """Cut rows into microbatches of similar length, as places in `indices`."""
         return by_length(rows.lengths(indices), size)
 

@@ -10,7 +10,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from grpo_core.losses.microbatch_loss import LossInputs, clipped_share_of_rows, count_clipped
-from grpo_core.losses.ratios import mismatch_metrics, mismatch_weights
+from grpo_core.losses.ratios import counted_weights, mismatch_metrics, mismatch_weights
 from grpo_core.losses.settings import LOSSES, MismatchSettings
 from tests.grpo_core.losses.oracles import (
     TOKEN_LOSSES,
@@ -119,7 +119,7 @@ def test_mismatch_weights(level: Any, mode: Any, seed: int, cap: float, floor: f
     # TRL logs the ratios after their bound: one per token, or one per row.
     counted = ratio.flatten() if level == "sequence" else ratio[mask]
     logged = {"min": counted.min(), "mean": counted.mean(), "max": counted.max()}
-    assert mismatch_metrics(ours, mask, level) == pytest.approx(
+    assert mismatch_metrics(counted_weights(ours, mask, level)) == pytest.approx(
         {f"sampling/importance_sampling_ratio/{name}": float(value) for name, value in logged.items()}
     )
 

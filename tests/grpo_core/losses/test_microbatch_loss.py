@@ -14,7 +14,6 @@ from torch import Tensor
 from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss, count_clipped
 from grpo_core.losses.policy_loss import TermInputs
 from grpo_core.losses.ratios import MAX_LOG_RATIO
-from grpo_core.losses.reductions import overlong_mask
 from grpo_core.losses.settings import LOSSES, LossSettings, MismatchSettings
 from tests.grpo_core.losses.oracles import TOKEN_LOSSES, Loss, count, loss_of, random_inputs
 
@@ -153,7 +152,7 @@ def test_clipped_rows_count_once_with_one_ratio_a_row() -> None:
 
 def test_overlong_rows_stay_in_the_count_of_rows_and_leave_that_of_tokens() -> None:
     inputs = by_hand()
-    inputs = replace(inputs, loss_mask=overlong_mask(inputs.loss_mask, torch.tensor([False, True])))
+    inputs = replace(inputs, loss_mask=inputs.loss_mask & torch.tensor([[False], [True]]))
     assert loss_of(inputs, plain("grpo")).value == pytest.approx(2 / 2)
     assert loss_of(inputs, plain("dapo")).value == pytest.approx(2 / 1)
 

@@ -47,8 +47,12 @@ def test_rows_of_other_weights_need_a_correction() -> None:
         gradient(policy, rows, SETTINGS)
 
 
-def test_rows_of_other_weights_pass_no_gate_and_are_weighted() -> None:
+@pytest.mark.parametrize("padded_together", [64, 2])
+def test_rows_of_other_weights_pass_no_gate_and_are_weighted(
+    padded_together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The gradient is that of the rows alone, each token's times min(exp(old - rollout), cap)."""
+    monkeypatch.setattr("grpo_core.update.policy_update._ROWS_AT_ONCE", padded_together)
     policy, rows = stale_rows()
     corrected, result = gradient(policy, rows, replace(SETTINGS, mismatch=MismatchSettings("truncate", cap=1.5)))
     with torch.no_grad():

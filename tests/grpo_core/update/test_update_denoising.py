@@ -18,6 +18,7 @@ from grpo_core.policies.denoising.scheduler import Transition, step_kl
 from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.trained.model import TrainedModel
 from grpo_core.rollouts.actions import DenoisingBatch
+from grpo_core.rollouts.ragged import RaggedRows
 from grpo_core.rollouts.records import ActionLogprobs, SampledActions, StepGaussians, TrainingRows
 from grpo_core.settings import Truncation
 from grpo_core.update.gradient import Passes, add_up_gradient, make_minibatch, trained_actions
@@ -159,7 +160,8 @@ def gradient_of(made: DenoisingComponent, rows: TrainingRows, settings: UpdateSe
     parameters = list(made.trainable_parameters().values())
     for parameter in parameters:
         parameter.grad = None
-    minibatch = make_minibatch(rows, [2, 0, 3, 1], trained_actions(rows, settings), settings)
+    ragged = RaggedRows.of(rows)
+    minibatch = make_minibatch(ragged, [2, 0, 3, 1], trained_actions(ragged, settings), settings)
     passes = add_up_gradient(made, minibatch, settings, SINGLE_PROCESS, lambda: None)
     return torch.cat([each.grad.flatten() for each in parameters if each.grad is not None]), passes
 
@@ -208,7 +210,7 @@ def test_steps_taken_one_by_one_give_the_gradient_of_the_window(
         patched.setattr(made, "logprobs", counted)
         found, by_step = gradient_of(made, rows, replace(settings, backward_per_step=True))
     assert float((found - expected).norm() / expected.norm()) < 1e-6
-    assert torch.equal(by_step.logprobs, whole.logprobs)
+    assert torch.equal(by_step.logprobs.values, whole.logprobs.values)
     made_step = OptimizerStep(0.0, 0.0)
     metrics = [
         each.sums.metrics(SINGLE_PROCESS, made_step, with_reference=True, with_entropy=False)

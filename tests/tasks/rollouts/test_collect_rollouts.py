@@ -99,7 +99,7 @@ def test_what_was_recorded_is_what_is_trained_on(store: ArtifactStore, tmp_path:
     for row, name in enumerate(drafts):
         batch, logprobs = expected[name]
         assert same_tokens(tokens.actions.select([row]), batch)
-        assert torch.equal(tokens.rollout_logprobs[row], logprobs)
+        assert torch.equal(tokens.rollout_logprobs.select([row])[0], logprobs)
 
     stored = read(store, rollouts, advantages, tmp_path / "denoising", "denoising")
     denoising, steps = stored.rows, stored.rows.actions
@@ -110,7 +110,7 @@ def test_what_was_recorded_is_what_is_trained_on(store: ArtifactStore, tmp_path:
         batch, logprobs = rows_in_memory(groups, "denoising")[name]
         assert steps.states[row].dtype == batch.states[0].dtype
         assert torch.equal(steps.states[row], batch.states[0])
-        assert torch.equal(denoising.rollout_logprobs[row], logprobs)
+        assert torch.equal(denoising.rollout_logprobs.select([row])[0], logprobs)
         assert same_tokens(steps.drafts.select([row]), expected[name][0])
         assert steps.sizes[row] == batch.sizes[0]
     for name in ("sde_type", "noise_level", "sde_window_size", "logprob_reduction", "num_inference_steps"):

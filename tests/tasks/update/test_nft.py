@@ -82,7 +82,7 @@ def test_finished_latents_are_stored_and_read(store: ArtifactStore, tmp_path: Pa
         store, job.rollouts, job.advantages, job.policy, family, scratch, stream="denoising", max_staleness=0
     )
     assert len(stored.rows) == 6
-    assert stored.rows.rollout_logprobs.shape == (6, 0)
+    assert stored.rows.rollout_logprobs.lengths.tolist() == [0] * 6
     assert stored.settings.sde_window_size == 0
     actions = stored.rows.actions
     assert actions.drafts is not None

@@ -13,7 +13,7 @@ from configs.placement import PlacementSection
 from configs.sections import LoraSection
 from configs.training import ParitySection
 from grpo_core.policies.protocol import policy_family
-from grpo_core.rollouts.records import TrainingRows
+from grpo_core.rollouts.ragged import RaggedRows, RaggedTokens
 from grpo_core.rollouts.streams import Stream
 from tasks.execution.resources import resource, run_resources
 from tasks.models.resident import ResidentPolicy
@@ -75,7 +75,7 @@ def advantages(
 
 def read(
     store: ArtifactStore, parts: list[ArtifactRef], scores: ArtifactRef, folder: Path, stream: Stream = "tokens"
-) -> TrainingRows:
+) -> RaggedRows:
     family = policy_family("glm_image")
     return read_training_rows(store, parts, scores, POLICY, family, folder, stream=stream, max_staleness=0).rows
 
@@ -96,7 +96,7 @@ def test_tables_of_several_rounds_are_read_as_one(store: ArtifactStore, tmp_path
     rows = read(store, parts, scores, tmp_path)
     assert rows.sample_ids == ("a", "c")
     assert rows.advantages.tolist() == [1.0, 3.0]
-    assert (rows.max_length, rows.rollout_logprobs.tolist()) == (9, [[-1.0], [-1.0]])
+    assert (rows.max_length, rows.rollout_logprobs.values.tolist()) == (9, [-1.0, -1.0])
     rows = read(store, [rollouts(store, ["a"])], advantages(store, [("a", "tokens", None)]), tmp_path)
     assert (len(rows), rows.max_length) == (0, 9)
 
@@ -190,9 +190,11 @@ def test_the_support_of_kept_rows_is_found_in_one_search_a_file(
         pq.write_table(table.slice(start, 60), tmp_path / PART_FILE.format(part), row_group_size=25)
     kept = pl.DataFrame(table).filter(pl.col("sample_id").is_in([*names[5:40], *names[58:63], names[99]]))
     tokens = read_tokens(kept.drop("support_ids"), [tmp_path], tmp_path, 1)
-    read = tokens.actions
-    assert read.support is not None
+    assert isinstance(tokens.actions, RaggedTokens)
     chosen = [*range(5, 40), *range(58, 63), 99]
-    assert read.support.ids.tolist() == [each for number in chosen for each in (number, number + 1)]
+    read = tokens.actions.select([*range(len(chosen))]).support
+    assert read is not None
+    assert read.ids.tolist() == [each for number in chosen for each in (number, number + 1)]
+    assert read.counts.tolist() == [[2]] * len(chosen)
     assert searches == [60, 40]
     assert tokens.prompt_lengths.tolist() == chosen
