@@ -26,6 +26,7 @@ from grpo_core.policies.glm_image.policy import GlmImagePolicy
 from grpo_core.policies.glm_image.settings import GlmImageSettings
 from grpo_core.policies.protocol import Policy
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.policies.trial import try_policy
 from grpo_core.rewards.registry import RewardTerm
 from grpo_core.rewards.scoring_batch import ScoringBatch
 from grpo_core.rewards.similarity.pairs import SsimReward
@@ -101,11 +102,12 @@ def read_prompts(name: str) -> list[Prompt]:
 
 def text_task() -> Task:
     """Train every weight of a tiny Llama; the reward is how close a completion is to the answer."""
+    model = str(DATA / "models" / "tiny-text")
     policy = CausalLMPolicy.load(
-        str(DATA / "models" / "tiny-text"),
-        CausalLMSettings(max_completion_length=24),
-        {"tokens": TrainingChoice(lora=None)},
+        model, CausalLMSettings(max_completion_length=24), {"tokens": TrainingChoice(lora=None)}
     )
+    # Siblings have a prompt in common, which is computed once where a trial of the model gives the same.
+    try_policy("causal_lm", model, policy)
 
     def score(prompt: Prompt, completion: Output) -> float:
         batch = ScoringBatch(

@@ -47,10 +47,12 @@ def convert(file: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Non
     split = _split(file)
     if find_spec("gguf") is None:
         raise InputError("FILE", str(file), "Reading its weights needs a package: uv pip install gguf.")
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     if split is not None:
         tokenizer.backend_tokenizer.pre_tokenizer = split
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+    )
     config = model.config
     tokenizer.model_max_length = config.max_position_embeddings
     # The weights are plain numbers again, but save_pretrained refuses them for what the file was.
