@@ -16,7 +16,6 @@ from configs.rollouts import (
 )
 from configs.scoring import AdvantagesSection, GuardrailsSection, RewardSection
 from configs.sections import (
-    PROMPT_FIELDS,
     DataSection,
     DatasetSection,
     EvaluateSection,
@@ -165,11 +164,10 @@ class RunConfig(ByPolicy):
     def _hold_out(cls, values: Any) -> Any:
         """Give an evaluation of a share the prompts that it is a share of."""
         data, evaluate = (values.get(name) for name in ("data", "evaluate")) if isinstance(values, Mapping) else (0, 0)
-        if not isinstance(evaluate, Mapping) or not isinstance(data, Mapping) or evaluate.get("share") is None:
+        given = isinstance(data, Mapping) and isinstance(evaluate, Mapping) and evaluate.get("share") is not None
+        if not given or any(evaluate.get(name) for name in PromptsSection.model_fields):
             return values
-        if any(evaluate.get(name) for name in PROMPT_FIELDS):
-            return values
-        return {**values, "evaluate": {**evaluate, **{name: data[name] for name in PROMPT_FIELDS if name in data}}}
+        return {**values, "evaluate": evaluate | {k: data[k] for k in PromptsSection.model_fields if k in data}}
 
     @property
     def first_version(self) -> int:

@@ -282,10 +282,6 @@ class DatasetSection(_OnePromptFile):
         return self.prompts.rpartition("/")[0] if self.targets is None else self.targets
 
 
-PROMPT_FIELDS = (*_OnePromptFile.model_fields, "datasets")
-"""The keys of a section that say which prompts it has."""
-
-
 class PromptsSection(_OnePromptFile):
     """One prompt file, or several with names and weights."""
 
