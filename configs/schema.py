@@ -163,11 +163,13 @@ class RunConfig(ByPolicy):
     @classmethod
     def _hold_out(cls, values: Any) -> Any:
         """Give an evaluation of a share the prompts that it is a share of."""
-        data, evaluate = (values.get(name) for name in ("data", "evaluate")) if isinstance(values, Mapping) else (0, 0)
-        given = isinstance(data, Mapping) and isinstance(evaluate, Mapping) and evaluate.get("share") is not None
-        if not given or any(evaluate.get(name) for name in PromptsSection.model_fields):
+        sections = values if isinstance(values, Mapping) else {}
+        data, evaluate = (
+            dict(each) if isinstance(each := sections.get(n), Mapping) else {} for n in ("data", "evaluate")
+        )
+        if evaluate.get("share") is None or any(evaluate.get(name) for name in PromptsSection.model_fields):
             return values
-        return {**values, "evaluate": evaluate | {k: data[k] for k in PromptsSection.model_fields if k in data}}
+        return {**sections, "evaluate": evaluate | {k: data[k] for k in PromptsSection.model_fields if k in data}}
 
     @property
     def first_version(self) -> int:
