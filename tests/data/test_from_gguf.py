@@ -2,14 +2,14 @@
 
 import json
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from configs.loader import read_config
 from data.recipes.from_gguf import convert
-from flows import train
 from grpo_core.errors import InputError
 
 MODEL = Path(__file__).parents[2] / "weights" / "SmolLM2-135M-Instruct"
@@ -67,9 +67,12 @@ def test_a_released_model_is_read_as_it_was_trained() -> None:
 @pytest.mark.slow
 @needs_model
 def test_a_released_model_learns_sums(tmp_path: Path) -> None:
-    given = [f"policy.model={MODEL}", f"storage.root={tmp_path}"]
-    run = train(read_config("configs/smollm2_sums.yaml", given))
-    assert (run.heldout_before, run.heldout_after) == (pytest.approx(0.1, abs=0.1), pytest.approx(0.9, abs=0.1))
+    given = ("--set", f"policy.model={MODEL}", "--set", f"storage.root={tmp_path}", "--json")
+    command = [sys.executable, "-m", "flows.command_line.main", "train", "configs/smollm2_sums.yaml", *given]
+    done = subprocess.run(command, cwd=MODEL.parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)
+    assert (run["heldout_before"], run["heldout_after"]) == (pytest.approx(0.1, abs=0.1), pytest.approx(0.9, abs=0.1))
 
 
 def test_no_heldout_sum_is_trained_on_in_either_order() -> None:

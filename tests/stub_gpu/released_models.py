@@ -12,12 +12,13 @@ import transformers
 from torch import Tensor, nn
 
 import data
+from grpo_core.policies import glm_image
 from tests.grpo_core.policies.diffusers import tiny_pipelines
 from tests.grpo_core.policies.vision_lm.tiny_families import make_model
 
 _CONFIGS = json.loads(Path(__file__).with_name("released.json").read_text())
 _TINY = Path(data.__file__).parent / "models"
-_GLM_IMAGE = Path(data.__file__).parents[1] / "grpo_core" / "policies" / "glm_image" / "released"
+_GLM_IMAGE = Path(glm_image.__file__).parent / "released"
 _DEPTHS = ("num_layers", "num_hidden_layers", "depth")
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _SHARD_BYTES = 8 << 30

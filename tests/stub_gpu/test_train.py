@@ -23,7 +23,7 @@ def test_a_run_is_trained_and_stored(run_on_stub: Program, tmp_path: Path, confi
     ("gib", "setting", "stage"),
     [
         ("0.03", "rollout.prompts_per_batch: got 4", "collect rollouts"),
-        ("0.07", "update.micro_batch_size: got 64", "update policy"),
+        ("0.05", "update.micro_batch_size: got 64", "update policy"),
     ],
 )
 def test_a_stage_without_room_is_tried_in_halves_and_refused_by_name(
