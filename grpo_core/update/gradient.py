@@ -115,10 +115,10 @@ def add_up_gradient(
             parts.append(part)
             found += logprobs, broken
         tick()
-    read = iter(to_host(found))
+    read, sample_ids = iter(to_host(found)), minibatch.sample_ids
     for part, logprobs, broken in zip(parts, read, read, strict=True):
         passes.logprobs.put(part, logprobs)
-        names = (minibatch.sample_ids[place] for place in part)
+        names = (sample_ids[place] for place in part)
         passes.broken += [name for name, bad in zip(names, broken.tolist(), strict=True) if bad]
     return passes
 
