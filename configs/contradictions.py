@@ -63,7 +63,7 @@ def _datasets(config: RunConfig) -> Iterator[InputError]:
 def _share(config: RunConfig) -> Iterator[InputError]:
     """Yield a share that is to be held out of other prompts than those of the training."""
     if config.evaluate.share is not None and config.evaluate.sets != config.data.sets:
-        hint = "It is held out of data's prompts, and evaluate has prompts of its own: leave out this or those."
+        hint = "It is a share of data's prompts: leave it out, or prompts, limit and others of their keys in evaluate."
         yield InputError("evaluate.share", config.evaluate.share, hint)
 
 

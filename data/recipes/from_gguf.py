@@ -74,12 +74,16 @@ def convert(file: Path, folder: Path, dtype: torch.dtype = torch.float32) -> Non
 def _split(file: Path) -> pre_tokenizers.PreTokenizer | None:
     """Return how the tokenizer cuts a text where transformers does not know it."""
     try:
-        metadata, _ = read_gguf_metadata(str(file), ())
+        metadata, tensors = read_gguf_metadata(str(file), ())
     except (OSError, ValueError) as error:
         raise InputError("FILE", str(file), f"It cannot be read as GGUF ({error}).") from error
     instead = "Take the folder that the file was made from, by its name on the hub."
     if (found := metadata["general.architecture"]) != ARCHITECTURE:
         raise InputError("FILE", str(file), f"Its architecture is {found}; {ARCHITECTURE} is converted. {instead}")
+    scaled = "rope_freqs.weight" in tensors or metadata.get("llama.rope.scaling.type", "none") != "none"
+    if scaled or metadata.get("llama.expert_count", 0):
+        what = "Its rotary frequencies are scaled" if scaled else "It has experts"
+        raise InputError("FILE", str(file), f"{what}, which this conversion does not keep. {instead}")
     kind, cut = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
     if kind == "llama" or cut in GGUF_PRE_TOKENIZER_SPLITS:
         return None

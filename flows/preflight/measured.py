@@ -112,7 +112,9 @@ def measure_update(
 
     Seconds and memory are those of the second, which has the optimizer's moments, the result is that of the `first`.
     """
-    once = settings.model_copy(update={"learning_rate": 0.0, "minibatch_size": len(rows), "epochs": 1})
+    once = settings.model_copy(
+        update={"learning_rate": 0.0, "minibatch_size": len(rows), "minibatches": None, "epochs": 1}
+    )
     kept = {"ema": settings.ema is not None, "old": settings.old_policy_decay(1) > 0}
     names = [name for name, is_kept in kept.items() if is_kept]
     for name in names:

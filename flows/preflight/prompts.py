@@ -53,15 +53,18 @@ def read_prompt_files(config: RunConfig) -> PromptFiles:
     sets: dict[str, tuple[PromptSet | None, ...]] = {}
     problems: list[InputError] = []
     notes: list[str] = []
+    known: list[tuple[DatasetSection, tuple[PromptFile, PromptSet]]] = []
     for name, section in config.prompt_sections.items():
         read: list[PromptSet | None] = []
         for own, dataset in section.placed(name):
+            same = (found for given, found in known if given == dataset)
             try:
-                file, prompts = _read_prompt_set(config, dataset)
+                file, prompts = next(same, None) or _read_prompt_set(config, dataset)
             except InputError as error:
                 problems.append(InputError(error.place.replace("data.", f"{own}.", 1), error.value, error.hint))
                 read.append(None)
                 continue
+            known.append((dataset, (file, prompts)))
             read.append(prompts)
             notes += [f"{own}.prompts: {dataset.prompts}: {note}" for note in _notes(dataset, file, prompts)]
             if pairs := _first_and_last_pair(prompts):

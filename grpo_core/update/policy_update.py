@@ -141,6 +141,7 @@ def _scored(
     def scores(chosen: list[int], score: Callable[[Actions], list[Tensor]], quantities: int) -> list[Ragged]:
         """Score each process's share of the chosen rows; every process gets all scores, on the CPU."""
         found = torch.zeros(quantities, len(rows.loss_mask.values))
+        by_row = [rows.loss_mask.like(values) for values in found]
         parts, scored = list[list[int]](), list[Tensor]()
         for places, counts in share(component.microbatches(rows, chosen, settings.micro_batch_size), process_group):
             part = [chosen[place] for place in places]
@@ -150,8 +151,8 @@ def _scored(
                 scored.append(each)
             tick()
         for part, each in zip(parts, to_host(scored), strict=True):
-            for values, scores_of_part in zip(found, each, strict=True):
-                rows.loss_mask.like(values).put(part, scores_of_part)
+            for kept, scores_of_part in zip(by_row, each, strict=True):
+                kept.put(part, scores_of_part)
         return [rows.loss_mask.like(values) for values in process_group.add(found)]
 
     def under_policy(actions: Actions) -> list[Tensor]:

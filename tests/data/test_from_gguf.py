@@ -37,6 +37,7 @@ def write_gguf(path: Path, **metadata: str) -> Path:
         ),
         # Without a name transformers takes GPT-2's rules for it.
         ({"general__architecture": "llama", "tokenizer__ggml__model": "gpt2"}, "rules named default"),
+        ({"general__architecture": "llama", "llama__rope__scaling__type": "yarn"}, "frequencies are scaled"),
         ({}, "no `general.architecture`"),
         (None, "cannot be read as GGUF"),
     ],

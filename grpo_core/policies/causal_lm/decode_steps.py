@@ -112,7 +112,9 @@ class StaticStep(ModelStep):
     _has_run: bool
 
     def _prepare(self) -> None:
-        refuse_static_cache(self._model)
+        if not self._model._can_compile_fullgraph:
+            hint = f"transformers has no static cache for {type(self._model).__name__}; use dynamic."
+            raise InputError(PLACE, "static", hint)
         device = self._positions.device
         if self._attention is None:
             self._attention = torch.ones(self._positions.shape[-2], self._limit, dtype=torch.long, device=device)
@@ -202,10 +204,3 @@ def _refused(what: str) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         hint = f"A pass of the model {what} ({str(error).splitlines()[0]}); use dynamic."
         raise InputError(PLACE, "static", hint) from error
-
-
-def refuse_static_cache(model: Any) -> None:
-    """Raise InputError for a model, or a class of models, that transformers has no static cache for."""
-    if not model._can_compile_fullgraph:
-        name = getattr(model, "__name__", type(model).__name__)
-        raise InputError(PLACE, "static", f"transformers has no static cache for {name}; use dynamic.")

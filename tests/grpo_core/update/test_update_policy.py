@@ -67,6 +67,28 @@ def test_settings_of_denoising_steps_are_refused(setting: str, value: str) -> No
     assert (refused.value.place, refused.value.value) == (f"update.{setting}", value)
 
 
+class CountedNames(tuple[str, ...]):
+    """Names that count how often one is looked up."""
+
+    looked = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        type(self).looked += 1
+        return super().__getitem__(place)
+
+
+def test_lookups_of_names_grow_with_the_rows_and_not_with_their_square() -> None:
+    def lookups(rows: int) -> int:
+        policy, CountedNames.looked = TablePolicy(rows), 0
+        sampled = sampled_rows(policy, [1.0, -1.0] * (rows // 2))
+        names = CountedNames(sampled.sample_ids)
+        train(policy, replace(sampled, sample_ids=names), minibatch_size=None, micro_batch_size=1)
+        return CountedNames.looked
+
+    assert lookups(16) >= 16
+    assert lookups(64) <= 5 * lookups(16)
+
+
 def test_order_of_the_rows_comes_from_the_seed() -> None:
     first, again, other = (list(minibatches(50, 8, 2, seed)) for seed in (1, 1, 2))
     assert first == again != other
