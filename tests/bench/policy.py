@@ -26,7 +26,12 @@ from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from tests.bench.page import Row, alternate
 from tests.bench.text_iteration import text_config
-from tests.bench.trl_trainer import LARGE_VOCABULARY, build_trainer, write_large_vocabulary_model
+from tests.bench.trl_trainer import (
+    LARGE_VOCABULARY,
+    build_trainer,
+    loss_and_step,
+    write_large_vocabulary_model,
+)
 
 MODELS = Path(data.__file__).parent / "models"
 GLM_IMAGE = str(MODELS / "tiny-glm-image")
@@ -215,30 +220,12 @@ def _our_update(folder: str) -> Callable[[], None]:
 def _trl_update(folder: str) -> Callable[[], None]:
     torch.set_num_threads(1)
     trainer = build_trainer(text_config(folder, 1, ROWS, ROWS, 1), f"{folder}/trl", 1)
-    trainer.current_gradient_accumulation_steps = 1
-    model, tokenizer = trainer.model.train(), trainer.processing_class
     messages = [[{"role": "user", "content": PROMPT}]] * ROWS
-    prompts = tokenizer.apply_chat_template(
+    prompts = trainer.processing_class.apply_chat_template(
         messages, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     )
-    ids = _completions()
-    inputs = {
-        "prompt_ids": prompts["input_ids"],
-        "prompt_mask": prompts["attention_mask"],
-        "completion_ids": ids,
-        "completion_mask": torch.ones_like(ids),
-        "advantages": torch.linspace(-1, 1, ROWS),
-        "num_items_in_batch": torch.tensor(ids.numel()),
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
-
-    def step() -> None:
-        trainer.compute_loss(model, inputs).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    assert bool(prompts["attention_mask"].all()), "all rows have one prompt"
+    return loss_and_step(trainer, prompts["input_ids"], _completions(), learning_rate=LEARNING_RATE)
 
 
 def _completions() -> Any:

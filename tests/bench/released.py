@@ -2,29 +2,35 @@
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
+from contextlib import ExitStack
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from configs.loader import read_config
 from configs.schema import RunConfig
+from flows.preflight.measured import requests_of
+from flows.preflight.prompts import read_prompt_files
+from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
+from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.rollouts.actions import TokenBatch
 from grpo_core.rollouts.records import TrainingRows
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings
+from tasks.models.resident import ModelSpec, load_untried
 from tasks.process import CHECKOUT
 from tests.bench.page import STEPS, Row, Timings
 from tests.bench.policy import reset_resident, resident_mb
-from tests.bench.trl_trainer import build_trainer, step_seconds
+from tests.bench.trl_trainer import build_trainer, loss_and_step, step_seconds
 
 MODEL = CHECKOUT / "weights" / "SmolLM2-135M-Instruct"
 GROUP, ROUNDS, TRL_ROUNDS = 8, 3, 2
@@ -37,6 +43,7 @@ class Case(NamedTuple):
         prompt, completion: ids; a ragged case has completions from an eighth of that on, of which most are short.
         groups, microbatch: groups of GROUP rows, and rows of a microbatch.
         seconds, memory: goals, as shares of what whole rows take.
+        beside_trl: the goal as a share of TRL's update, which is measured only where it is given.
     """
 
     prompt: int
@@ -46,6 +53,7 @@ class Case(NamedTuple):
     seconds: float
     memory: float | None = None
     ragged: bool = False
+    beside_trl: float | None = None
 
     @property
     def what(self) -> str:
@@ -55,15 +63,17 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case(28, 12, 4, 32, 0.55),
+    Case(28, 12, 4, 32, 0.55, beside_trl=0.4),
     Case(53, 48, 2, 16, 0.67),
     Case(300, 100, 1, 8, 0.45, 0.5),
     Case(20, 128, 1, 8, 1.0, ragged=True),
 )
+SHIPPED = ("tiny_text", "tiny_grounding")
+"""Configurations whose update must not be slower than with whole rows; GLM-Image's tokens keep those."""
 
 
 def measure() -> Iterator[Row]:
-    """SmolLM2-135M-Instruct: an update beside whole rows, an iteration beside TRL.
+    """SmolLM2-135M-Instruct: an update beside whole rows and TRL's, an iteration beside TRL; updates of tiny models.
 
     CPU seconds of one thread, in turn. `make smollm2` makes the model where the hub cannot be reached.
     """
@@ -72,37 +82,91 @@ def measure() -> Iterator[Row]:
         return
     for case in CASES:
         yield from _measure_update(case)
+    for name in SHIPPED:
+        sides = [partial(_update, name, True), partial(_update, name, False)]
+        (ours, _), (theirs, _) = _in_turn(sides)
+        yield Row(what=f"update of {name}", unit="s", ours=ours, peer="whole rows", theirs=theirs, at_most=1.0)
     yield from _measure_iteration()
 
 
 def _measure_update(case: Case) -> Iterator[Row]:
-    spawn, what, peer = get_context("spawn"), f"update, {case.what}", "whole rows"
-    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    with ProcessPoolExecutor(1, spawn) as shared, ProcessPoolExecutor(1, spawn) as whole:
-        for counted in (False, *[True] * ROUNDS):
-            for shares, pool in ((True, shared), (False, whole)):
-                taken = pool.submit(_update, case, shares).result()
-                if counted:
-                    found[shares].append(taken)
-    (ours, own), (theirs, other) = (zip(*found[shares], strict=True) for shares in (True, False))
-    yield Row(what=what, unit="s", ours=tuple(ours), peer=peer, theirs=tuple(theirs), at_most=case.seconds)
+    sides = [partial(_update, case, True), partial(_update, case, False)]
+    if case.beside_trl is not None:
+        sides.append(partial(_trl_update, case))
+    (ours, own), (theirs, other), *trl = _in_turn(sides)
+    row, peer = partial(Row, what=f"update, {case.what}", unit="s", ours=ours), "whole rows"
+    yield row(peer=peer, theirs=theirs, at_most=case.seconds)
+    for seconds, _ in trl:
+        yield row(peer="TRL loss and step", theirs=seconds, at_most=case.beside_trl)
     if case.memory is not None:
         mine, peak = (max(own),), (max(other),)
         yield Row(what=f"its memory, {case.what}", unit="MB", ours=mine, peer=peer, theirs=peak, at_most=case.memory)
 
 
-def _update(case: Case, shares: bool) -> tuple[float, float]:
-    """Return the CPU seconds of an update, and the MB that it takes at most above the loaded model."""
-    policy, optimizer, rows, before = _prepared(case)
-    policy.trained.shares_prompts = shares
-    settings = UpdateSettings(minibatch_size=len(rows), micro_batch_size=case.microbatch)
+def _in_turn(sides: Sequence[Callable[[], tuple[float, float]]]) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Call each side in a process of its own, in turn; return its seconds and its MB by round, without the first."""
+    found: list[list[tuple[float, float]]] = [[] for _ in sides]
+    with ExitStack() as pools:
+        own = [pools.enter_context(ProcessPoolExecutor(1, get_context("spawn"))) for _ in sides]
+        for _ in range(1 + ROUNDS):
+            for side, pool, taken in zip(sides, own, found, strict=True):
+                taken.append(pool.submit(side).result())
+    return [(tuple(each for each, _ in taken[1:]), tuple(each for _, each in taken[1:])) for taken in found]
+
+
+def _update(case: Case | str, shares: bool) -> tuple[float, float]:
+    """Return the CPU seconds of an update, and the MB that it takes at most above the loaded model.
+
+    Args:
+        case: of the released model, or the name of a shipped configuration.
+    """
+    component, optimizer, rows, settings, before = _shipped(case) if isinstance(case, str) else _prepared(case)
+    component.trained.shares_prompts = shares
     begun = time.process_time()
-    update_policy(policy, optimizer, rows, settings, seed=0)
+    update_policy(component, optimizer, rows, settings, seed=0)
     return time.process_time() - begun, resident_mb("VmHWM") - before
 
 
 @cache
-def _prepared(case: Case) -> tuple[CausalLMPolicy, PolicyOptimizer, TrainingRows, float]:
+def _shipped(name: str) -> tuple[Any, PolicyOptimizer, TrainingRows, Any, float]:
+    """Load a shipped model and sample the rows of an iteration; no step changes a weight."""
+    torch.set_num_threads(1)
+    config = read_config(CHECKOUT / "configs" / f"{name}.yaml", [f"storage.root={tempfile.gettempdir()}"])
+    family: Any = policy_family(config.policy.kind)
+    spec = ModelSpec(section=config.policy, digest="", adapter_seed=0, references=config.references)
+    policy: Any = load_untried(spec, family.settings(config.rollout.model_dump()), torch.device("cpu"))
+    prompts = read_prompt_files(config).usable("data")[0]
+    count = config.rollout.prompts_per_iteration
+    requests = requests_of(config, [prompts.drawn(place) for place in range(count)])
+    groups = list(collect_rollouts(policy, requests, prompts_per_batch=count))
+    rows = join_groups(groups, torch.linspace(-1, 1, len(groups[0].outputs)).repeat(count, 1), "tokens")
+    settings = config.updates["tokens"].model_copy(update={"learning_rate": 0.0})
+    component = policy.components["tokens"]
+    return component, PolicyOptimizer(component.trainable_parameters(), settings), rows, settings, reset_resident()
+
+
+@cache
+def _trl_prepared(case: Case) -> tuple[Callable[[], None], float]:
+    """Load the model into TRL's trainer, with rows of random ids; no step changes a weight."""
+    torch.set_num_threads(1)
+    config = read_config(CHECKOUT / "configs" / "smollm2_sums.yaml", [f"policy.model={MODEL}"])
+    trainer = build_trainer(config, tempfile.gettempdir(), 1)
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((case.groups, case.prompt), (case.groups * GROUP, case.completion))
+    prompts, completions = (torch.randint(100, 40_000, size, generator=generator) for size in sizes)
+    step = loss_and_step(trainer, prompts.repeat_interleave(GROUP, 0), completions, learning_rate=0.0)
+    return step, reset_resident()
+
+
+def _trl_update(case: Case) -> tuple[float, float]:
+    step, before = _trl_prepared(case)
+    begun = time.process_time()
+    step()
+    return time.process_time() - begun, resident_mb("VmHWM") - before
+
+
+@cache
+def _prepared(case: Case) -> tuple[Any, PolicyOptimizer, TrainingRows, Any, float]:
     """Load the model with adapters that are not at zero, and make rows of random ids; no step changes a weight.
 
     The last is the MB that the process has then.
@@ -138,7 +202,9 @@ def _prepared(case: Case) -> tuple[CausalLMPolicy, PolicyOptimizer, TrainingRows
         max_length=case.completion,
         prompt_lengths=torch.full((count,), case.prompt),
     )
-    return policy, PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.0)), rows, reset_resident()
+    optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.0))
+    update = UpdateSettings(minibatch_size=count, micro_batch_size=case.microbatch)
+    return policy, optimizer, rows, update, reset_resident()
 
 
 def _measure_iteration() -> Iterator[Row]:

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset, Features, Value, load_dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -173,6 +174,30 @@ def _settings(config: RunConfig, folder: str | Path, steps: int) -> GRPOConfig:
         report_to="none",
         disable_tqdm=True,
     )
+
+
+def loss_and_step(trainer: Any, prompts: Tensor, completions: Tensor, *, learning_rate: float) -> Callable[[], None]:
+    """Return a step of AdamW on the trainer's loss of rows of ids, without padding and all in one microbatch."""
+    trainer.current_gradient_accumulation_steps = 1
+    model, count = trainer.model.train(), len(completions)
+    inputs = {
+        "prompt_ids": prompts,
+        "prompt_mask": torch.ones_like(prompts),
+        "completion_ids": completions,
+        "completion_mask": torch.ones_like(completions),
+        "advantages": torch.linspace(-1, 1, count),
+        "num_items_in_batch": torch.tensor(completions.numel()),
+    }
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, learning_rate)
+
+    def step() -> None:
+        trainer.compute_loss(model, inputs).backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 class _StepEnds(TrainerCallback):
