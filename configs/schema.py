@@ -28,10 +28,9 @@ from configs.sections import (
 from configs.training import (
     ALGORITHMS,
     GRPO,
+    AnyDenoisingUpdate,
     AnyUpdateSection,
-    DenoisingUpdateSection,
     MismatchSection,
-    NftUpdateSection,
     StreamUpdatesSection,
     UpdateSection,
     read_update,
@@ -146,9 +145,9 @@ class RunConfig(ByPolicy):
     rollout: AnyRollout
     rewards: tuple[RewardSection, ...] = Field(min_length=1)
     advantages: AdvantagesSection = AdvantagesSection()
-    update: Annotated[
-        UpdateSection | DenoisingUpdateSection | NftUpdateSection | StreamUpdatesSection, BeforeValidator(_read_update)
-    ] = UpdateSection()
+    update: Annotated[UpdateSection | AnyDenoisingUpdate | StreamUpdatesSection, BeforeValidator(_read_update)] = (
+        UpdateSection()
+    )
     evaluate: EvaluateSection = EvaluateSection()
     guardrails: GuardrailsSection = GuardrailsSection()
     placement: PlacementSection = PlacementSection()

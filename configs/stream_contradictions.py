@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from configs.rollouts import GlmImageRolloutSection, ImageRolloutSection
 from configs.schema import RunConfig
-from configs.training import NftUpdateSection, UpdateSection
+from configs.training import UpdateSection, VelocityUpdateSection
 from grpo_core.errors import InputError
 from grpo_core.losses.settings import LOSSES
 from grpo_core.policies.denoising.settings import DenoisingSettings
@@ -31,8 +31,8 @@ def stream_contradictions(config: RunConfig) -> Iterator[InputError]:
     yield from _evaluation(config)
     for stream, update in config.updates.items():
         place = config.update_path(stream)
-        if isinstance(update, NftUpdateSection):
-            yield from _check_nft(config, place, update)
+        if isinstance(update, VelocityUpdateSection):
+            yield from _check_velocity(config, place, update)
         else:
             yield from _UPDATE_CHECKS[stream](config, place, update)
 
@@ -54,7 +54,7 @@ def _noise(config: RunConfig) -> Iterator[InputError]:
     if "denoising" not in config.streams:
         yield from _unused_noise(rollout, "Only trained denoising has noisy steps; add denoising to policy.train, or")
         return
-    if isinstance(config.updates["denoising"], NftUpdateSection):
+    if isinstance(config.updates["denoising"], VelocityUpdateSection):
         # Every one of these settings is refused there.
         return
     try:
@@ -129,13 +129,13 @@ def _check_denoising(config: RunConfig, place: str, update: UpdateSection) -> It
         yield from _bounds_that_never_bind(place, update)
 
 
-def _check_nft(config: RunConfig, place: str, update: NftUpdateSection) -> Iterator[InputError]:
+def _check_velocity(config: RunConfig, place: str, update: VelocityUpdateSection) -> Iterator[InputError]:
     rollout = config.rollout
     assert isinstance(rollout, ImageRolloutSection)
     if rollout.sde_window_size:
-        hint = "DiffusionNFT learns from finished images, sampled without noisy steps; set it to 0."
+        hint = f"{update.algorithm} learns from finished images, sampled without noisy steps; set it to 0."
         yield InputError("rollout.sde_window_size", rollout.sde_window_size, hint)
-    why = "DiffusionNFT has no noisy steps;"
+    why = f"{update.algorithm} has no noisy steps;"
     yield from _unused_noise(rollout, why, without=["sde_window_size"])
     if rollout.shared_noise:
         hint = "Without noisy steps siblings differ by their first noise alone; set it to false."
@@ -145,7 +145,7 @@ def _check_nft(config: RunConfig, place: str, update: NftUpdateSection) -> Itera
         hint = f"Images have {rollout.num_inference_steps} noise levels (num_inference_steps); give at most that."
         yield InputError(f"{place}.timesteps_per_image", levels, hint)
     if config.advantages.kl_coef > 0:
-        hint = f"DiffusionNFT has no log-probs that a KL could be taken of; set {place}.kl_coef instead."
+        hint = f"{update.algorithm} has no log-probs that a KL could be taken of; set {place}.kl_coef instead."
         yield InputError("advantages.kl_coef", config.advantages.kl_coef, hint)
 
 

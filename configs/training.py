@@ -16,12 +16,12 @@ from grpo_core.update.optimizer_kinds import OptimizerValue
 from grpo_core.update.settings import (
     WITH_LENGTH,
     BackwardPerStep,
-    NftSettings,
     OptimizerSettings,
     ScheduleValue,
     StepSettings,
     UpdateSettings,
 )
+from grpo_core.update.velocity_settings import AwmSettings, NftSettings, RamSettings, VelocitySettings, VGrpoSettings
 from grpo_core.uses import Uses
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 GRPO: Literal["grpo"] = "grpo"
 """The algorithm of an update that names none."""
-
+_OF_DENOISING = "of denoising also by matching velocities: nft (DiffusionNFT), awm, v_grpo or ram"
 
 _TOLERANCES: Mapping[Stream, tuple[tuple[float, float], ...]] = {
     "tokens": ((1e-3, 1e-4),),
@@ -129,7 +129,7 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
 
     def result_settings(self) -> dict[str, Any]:
         """Return the fields that determine results; those that are seldom set where they are."""
-        unset: dict[str, Any] = {"minibatches": None, "optimizer_kwargs": {}}
+        unset: dict[str, Any] = {"minibatches": None, "optimizer_kwargs": {}, "shared_noise": False}
         return {name: value for name, value in super().result_settings().items() if (name, value) not in unset.items()}
 
     def contradictions(self) -> Iterator[InputError]:
@@ -178,7 +178,7 @@ class UpdateSection(BaseUpdateSection, UpdateSettings):
 
     keyless = BaseUpdateSection.keyless | {"backward_per_step"}
 
-    algorithm: Literal["grpo"] = Field(GRPO, description="nft, of denoising: DiffusionNFT")
+    algorithm: Literal["grpo"] = Field(GRPO, description=_OF_DENOISING)
     loss_settings: Annotated[dict[str, float], Uses.NOTHING] = Field(default_factory=dict)
     mismatch: MismatchSection = MismatchSection()
     parity: ParitySection = ParitySection()
@@ -208,21 +208,21 @@ class UpdateSection(BaseUpdateSection, UpdateSettings):
 
 def _of_denoising(algorithm: object) -> object:
     """Refuse an algorithm that no section of denoising has, with those that there are."""
-    if algorithm not in (GRPO, "nft"):
-        raise PydanticKnownError("literal_error", {"expected": "'grpo' or 'nft'"})
+    known = list(ALGORITHMS["denoising"])
+    if algorithm not in known:
+        raise PydanticKnownError("literal_error", {"expected": f"{', '.join(known[:-1])} or {known[-1]}"})
     return algorithm
 
 
-class NftUpdateSection(BaseUpdateSection, NftSettings):
-    """How stored images change the denoising model by DiffusionNFT."""
+class VelocityUpdateSection(BaseUpdateSection, VelocitySettings):
+    """How stored images change the denoising model by matching velocities."""
 
-    algorithm: Annotated[Literal["nft"], BeforeValidator(_of_denoising)] = Field(
-        "nft", description="nft, of denoising: DiffusionNFT"
-    )
+    algorithm: str
     learning_rate: float = Field(3e-4, gt=0, le=1e3, description="after warm-up")
 
     def __post_init__(self) -> None:
-        NftSettings.__post_init__(self)
+        # The schedule is checked with the run, which determines its length.
+        VelocitySettings.__post_init__(self)
 
     @property
     def objective(self) -> str:
@@ -230,15 +230,34 @@ class NftUpdateSection(BaseUpdateSection, NftSettings):
         return self.algorithm
 
 
-AnyUpdateSection = UpdateSection | NftUpdateSection
+class NftUpdateSection(VelocityUpdateSection, NftSettings):
+    """How stored images change the denoising model by DiffusionNFT."""
+
+    algorithm: Annotated[Literal["nft"], BeforeValidator(_of_denoising)] = Field("nft", description=_OF_DENOISING)
+
+
+class AwmUpdateSection(VelocityUpdateSection, AwmSettings):
+    """How stored images change the denoising model by advantage weighted matching."""
+
+    algorithm: Annotated[Literal["awm"], BeforeValidator(_of_denoising)] = Field("awm", description=_OF_DENOISING)
+
+
+class VGrpoUpdateSection(VelocityUpdateSection, VGrpoSettings):
+    """How stored images change the denoising model by V-GRPO."""
+
+    algorithm: Annotated[Literal["v_grpo"], BeforeValidator(_of_denoising)] = Field("v_grpo", description=_OF_DENOISING)
+
+
+class RamUpdateSection(VelocityUpdateSection, RamSettings):
+    """How stored images change the denoising model by RAM."""
+
+    algorithm: Annotated[Literal["ram"], BeforeValidator(_of_denoising)] = Field("ram", description=_OF_DENOISING)
 
 
 class DenoisingUpdateSection(UpdateSection):
     """How stored denoising steps change the policy."""
 
-    algorithm: Annotated[Literal["grpo"], BeforeValidator(_of_denoising)] = Field(
-        GRPO, description="nft, of denoising: DiffusionNFT"
-    )
+    algorithm: Annotated[Literal["grpo"], BeforeValidator(_of_denoising)] = Field(GRPO, description=_OF_DENOISING)
     # Log-probs are means over thousands of values, so that ratios are within about 1e-4 of 1.
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     learning_rate: float = Field(3e-4, gt=0, le=1e3, description="after warm-up")
@@ -250,9 +269,19 @@ class DenoisingUpdateSection(UpdateSection):
         return self.backward_per_step == "auto"
 
 
+_AnyVelocityUpdate = NftUpdateSection | AwmUpdateSection | VGrpoUpdateSection | RamUpdateSection
+AnyUpdateSection = UpdateSection | _AnyVelocityUpdate
+AnyDenoisingUpdate = DenoisingUpdateSection | _AnyVelocityUpdate
+
 ALGORITHMS: Mapping[Stream, Mapping[str, type[AnyUpdateSection]]] = {
     "tokens": {GRPO: UpdateSection},
-    "denoising": {GRPO: DenoisingUpdateSection, "nft": NftUpdateSection},
+    "denoising": {
+        GRPO: DenoisingUpdateSection,
+        "nft": NftUpdateSection,
+        "awm": AwmUpdateSection,
+        "v_grpo": VGrpoUpdateSection,
+        "ram": RamUpdateSection,
+    },
 }
 """The section of a stream's update, by its `algorithm`."""
 
@@ -276,7 +305,7 @@ class StreamUpdatesSection(Section):
     """How stored rollouts change a policy of which several streams are trained: the update of each."""
 
     tokens: UpdateSection = UpdateSection()
-    denoising: DenoisingUpdateSection | NftUpdateSection = DenoisingUpdateSection()
+    denoising: AnyDenoisingUpdate = DenoisingUpdateSection()
 
     @field_validator("denoising", mode="before")
     @classmethod

@@ -23,10 +23,11 @@ from grpo_core.rollouts.images import SourceImage
 from grpo_core.rollouts.ragged import RaggedRows
 from grpo_core.rollouts.records import GroupRequest, RolloutGroup, TrainingRows
 from grpo_core.rollouts.streams import Modality, Stream
-from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.step import UpdateResult
+from grpo_core.update.velocity_settings import VelocitySettings
+from grpo_core.update.velocity_update import update_by_velocity
 from tasks.prompts.curriculum import DrawnPrompt
 from tasks.rollouts.plan import plan_round
 from tasks.update.rows import parity_tolerance
@@ -120,7 +121,8 @@ def measure_update(
     for name in names:
         component.trained.keep(name)
     optimizer = PolicyOptimizer(component.trainable_parameters(), once)
-    train: Any = update_by_nft if once.algorithm == "nft" else partial(update_policy, parity=UNLIMITED)
+    by_velocity = isinstance(once, VelocitySettings)
+    train: Any = update_by_velocity if by_velocity else partial(update_policy, parity=UNLIMITED)
     update = partial(train, component, optimizer, rows, once, seed=0)
     phase = _UPDATES[rows.actions.stream]
     result: UpdateResult = costs.during(phase, first, update)
@@ -171,7 +173,7 @@ def measure_run(config: RunConfig, prompts: PromptFiles, policy: Any, device: to
         advantages = torch.linspace(-1, 1, len(groups[0].outputs)).repeat(len(groups), 1)
         rows = join_groups(groups, advantages, stream)
         rows = rows.select(range(min(len(rows), settings.micro_batch_size)))
-        if settings.algorithm != "nft":
+        if not isinstance(settings, VelocitySettings):
             parity.append(_parity(config, component, rows, settings))
         longer = lengthened(rows, getattr(config.rollout, "max_completion_length", 0)) if costs.peaks else rows
         measure_update(costs, component, longer, settings)

@@ -45,7 +45,7 @@ def log_ratio_at(
     return (total / lengths).expand_as(log_ratio)
 
 
-def importance_ratio(log_ratio: Float[Tensor, "batch time"]) -> Float[Tensor, "batch time"]:
+def importance_ratio(log_ratio: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """Return exp of the log-ratio, clamped to +-MAX_LOG_RATIO without a gradient beyond, or one token could be inf."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 

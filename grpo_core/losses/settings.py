@@ -208,6 +208,54 @@ class LossSettings:
             raise InputError("update.delta", self.delta, hint)
 
 
+@dataclass(frozen=True)
+class ImplicitPair:
+    """DiffusionNFT's loss of a noised image: the errors of two policies at old +- beta (policy - old).
+
+    Attributes:
+        clip: bound of |A|, at which one of both errors counts alone.
+    """
+
+    beta: float
+    clip: float
+
+    @property
+    def with_old(self) -> bool:
+        """Whether the old policy's velocity is needed where it is not the policy's own."""
+        return True
+
+
+@dataclass(frozen=True)
+class SignedRow:
+    """The loss of a noised image under the policy alone: A' t^level_power / p l^p.
+
+    l is the mean square of velocity - (noise - image), t the noise level and A' the advantage within a bound.
+
+    Attributes:
+        bound: largest |A'|; None: none.
+        soft: A' approaches the bound as bound tanh(A / bound); otherwise A is cut there.
+        scale: A' per A.
+        error_power: p; None: in place of l^p / p t l over the error's mean absolute value, a constant.
+        level_power: exponent of the weight of a level.
+        clip_range: bound of the ratio exp(old policy's error - error) from 1; None: no ratio.
+    """
+
+    bound: float | None = None
+    soft: bool = False
+    scale: float = 1.0
+    error_power: float | None = None
+    level_power: float = 0.0
+    clip_range: float | None = None
+
+    @property
+    def with_old(self) -> bool:
+        """Whether the old policy's velocity is needed where it is not the policy's own."""
+        return self.clip_range is not None
+
+
+VelocityRow = ImplicitPair | SignedRow
+
+
 def custom_loss_digest(name: str) -> str | None:
     """Return the sha256 of a custom loss's code; None for a loss of LOSSES."""
     return None if name in LOSSES else load_custom_loss(name).code.digest

@@ -4,7 +4,7 @@ settings        how rows become optimizer steps; the optimizer's options and the
 policy_update   the update by importance ratios: log-probs before it, the parity gate, the steps
 gradient        the gradient of its minibatches, added up over microbatches
 witnesses       rows computed whole, which keep the gate independent where prompts are computed once
-nft_update      the update by DiffusionNFT, from finished images alone
+velocity_update the update by matching velocities, from finished images alone; velocity_settings: DiffusionNFT, AWM, ...
 step            one optimizer step, what surrounds it, and its measurements under TRL's names
 optimizer       the steps of an optimizer, and its state as tensors, without pickle
 optimizer_kinds the optimizers by name: classes of torch and bitsandbytes

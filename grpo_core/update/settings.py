@@ -112,43 +112,6 @@ class UpdateSettings(LossSettings, StepSettings):
             yield "backward_per_step", True, "All tokens of a row are one pass, and one backward pass; leave it out."
 
 
-@dataclass(frozen=True)
-class NftSettings(StepSettings):
-    """Options of one update by DiffusionNFT (Zheng et al., 2025, arXiv:2509.16117).
-
-    Attributes:
-        nft_beta: distance of the two implicit policies, old +- nft_beta (policy - old), from the old one. A smaller one
-            moves the policy further.
-        advantage_clip: bound of |A|, at which an image is wholly positive or wholly negative.
-        timesteps_per_image: noise levels that each image is trained at in an epoch; None: all that it was denoised
-            over. Each costs a pass with gradients and one without.
-        old_decay: largest decay d of the old policy, which samples: after update i it becomes d * old + (1 - d) *
-            policy, with d = min(old_decay_step * i, old_decay). 0: it is the policy before the update.
-        old_decay_step: growth of the decay with each update.
-        kl_coef: weight of the squared distance of the velocity from the reference's; 1e-4 in the paper.
-    """
-
-    nft_beta: PositiveFloat = 1.0
-    advantage_clip: PositiveFloat = 5.0
-    timesteps_per_image: PositiveInt | None = None
-    old_decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    old_decay_step: PositiveFloat = 0.001
-    kl_coef: NonNegativeFloat = 0.0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "update")
-        self.refuse_two_sizes()
-
-    @property
-    def with_reference(self) -> bool:
-        """Whether the reference is needed."""
-        return self.kl_coef > 0
-
-    def old_policy_decay(self, update: int) -> float:
-        """Return min(old_decay_step * update, old_decay)."""
-        return min(self.old_decay_step * update, self.old_decay)
-
-
 def minibatches(rows: int, minibatch_size: int, epochs: int, seed: int) -> Iterator[list[int]]:
     """Yield the row indices of each minibatch; every epoch has each row once, in a new order."""
     for epoch in range(epochs):

@@ -206,10 +206,23 @@ def _kl(measured: _Measured) -> str | None:
 
 def _kl_penalty(measured: _Measured) -> str | None:
     terms = [row["loss"] - row["policy_loss"] for row in measured.rows[-RECENT:] if {"kl", "policy_loss"} <= {*row}]
-    if len(terms) < RECENT or math.fsum(terms) / RECENT < KL_PENALTY:
+    # Matched velocities have no other bound.
+    if len(terms) < RECENT or math.fsum(terms) / RECENT < KL_PENALTY or _matches_velocities(measured):
         return None
     mean = math.fsum(terms) / RECENT
     return f"the KL term is {mean:.2g} of the loss and holds the policy back: lower {measured.place}.kl_coef"
+
+
+def _no_pull(measured: _Measured) -> str | None:
+    if not _matches_velocities(measured) or any("kl" in row for row in measured.rows[-ROW:]):
+        return None
+    return (
+        f"nothing stops the policy, since velocities are matched without a pull: set {measured.place}.kl_coef above 0"
+    )
+
+
+def _matches_velocities(measured: _Measured) -> bool:
+    return any(len(measured.last(name, ROW)) == ROW for name in ("velocity/error", "nft/positive_error"))
 
 
 def _clipped(measured: _Measured) -> str | None:
@@ -283,6 +296,7 @@ _RULES: Mapping[str, Callable[[_Measured], str | None]] = {
     "groups-without-spread": _groups_without_spread,
     "kl": _kl,
     "kl-penalty": _kl_penalty,
+    "no-pull": _no_pull,
     "clipped": _clipped,
     "parity": _near_gate,
     "reward-fell": _reward_fell,

@@ -222,3 +222,16 @@ NFT_STEPS = _described(
         ("velocity_change", pa.float64()),  # mean square
     ]
 )
+
+VELOCITY_STEPS = _described(
+    [
+        ("optimizer_step", pa.int64()),
+        ("loss", pa.float64()),
+        ("policy_loss", pa.float64()),  # without the KL term
+        ("grad_norm", pa.float64()),
+        ("learning_rate", pa.float64()),
+        ("kl", pa.float64()),  # mean square of velocities
+        ("velocity_error", pa.float64()),  # mean square
+        ("clipped", pa.float64()),  # share of the ratios
+    ]
+)

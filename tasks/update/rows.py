@@ -16,18 +16,19 @@ from grpo_core.policies.engines.settings import EngineRecord
 from grpo_core.policies.protocol import PolicyFamily
 from grpo_core.rollouts.ragged import RaggedRows, RaggedTokens
 from grpo_core.rollouts.streams import Stream
-from grpo_core.update.nft_update import NftStepMetrics, update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.step import RatioStepMetrics, StepMetrics, UpdateResult
+from grpo_core.update.velocity_settings import VELOCITY_METHODS
+from grpo_core.update.velocity_update import NftStepMetrics, SignedStepMetrics, update_by_velocity
 from tasks.process import in_threads
 from tasks.runs.sources import digests_in, read_sources, sources_of
 from tasks.runs.stored_streams import STORED_STREAMS, sample_files
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import STREAM, read_advantages, scan_tables
-from tasks.storage.schemas import NFT_STEPS, UPDATE_STEPS
+from tasks.storage.schemas import NFT_STEPS, UPDATE_STEPS, VELOCITY_STEPS
 
 _LEFT_ON_DISK = frozenset({"completion", "support_ids"})
 
@@ -214,8 +215,8 @@ def parity_tolerance(
     )
 
 
-def _by_nft(training: Training) -> UpdateResult:
-    return update_by_nft(
+def _by_velocity(training: Training) -> UpdateResult:
+    return update_by_velocity(
         training.component,
         training.optimizer,
         training.rows,
@@ -229,7 +230,12 @@ def _by_nft(training: Training) -> UpdateResult:
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
     {
         "grpo": Algorithm(_by_ratios, RatioStepMetrics, UPDATE_STEPS),
-        "nft": Algorithm(_by_nft, NftStepMetrics, NFT_STEPS),
+        "nft": Algorithm(_by_velocity, NftStepMetrics, NFT_STEPS),
+        **{
+            name: Algorithm(_by_velocity, SignedStepMetrics, VELOCITY_STEPS)
+            for name in VELOCITY_METHODS
+            if name != "nft"
+        },
     }
 )
 """By the name in update.algorithm."""

@@ -19,7 +19,7 @@ from configs.placement import PlacementSection, StorageSection
 from configs.schema import ROLLOUTS
 from configs.scoring import AdvantagesSection, GuardrailsSection, RewardSection
 from configs.sections import DataSection, DatasetSection, EvaluateSection, PolicySection, RunSection
-from configs.training import DenoisingUpdateSection, NftUpdateSection, UpdateSection
+from configs.training import ALGORITHMS, UpdateSection
 from configs.trl_names import OTHER_MEANING, TRL_NAMES, options_without_setting
 
 PAGE = Path(configs.__file__).parent.parent / "docs" / "settings.md"
@@ -52,10 +52,11 @@ SECTIONS: Mapping[str, tuple[str, tuple[type[BaseModel], ...]]] = {
     ),
     "advantages": ("", (AdvantagesSection,)),
     "update": (
-        "Of tokens (tokens), of denoising steps by importance ratios (grpo), and by DiffusionNFT (nft), which "
+        "Of tokens (tokens), of denoising steps by importance ratios (grpo), and of finished images by [matching "
+        "velocities](denoising.md#matching-velocities-updatealgorithm) (nft, awm, v_grpo, ram), which "
         "`update.algorithm` chooses. If both streams are trained, these keys stand under `update.tokens` and "
         "`update.denoising`.",
-        (UpdateSection, DenoisingUpdateSection, NftUpdateSection),
+        (UpdateSection, *ALGORITHMS["denoising"].values()),
     ),
     "evaluate": ("", (EvaluateSection,)),
     "guardrails": ("", (GuardrailsSection,)),
@@ -66,7 +67,7 @@ SECTIONS: Mapping[str, tuple[str, tuple[type[BaseModel], ...]]] = {
 
 _VARIANTS: Mapping[str, tuple[str, ...]] = {
     "rollout": tuple(ROLLOUTS),
-    "update": ("tokens", "grpo", "nft"),
+    "update": ("tokens", *ALGORITHMS["denoising"]),
 }
 _SAME_AS: Mapping[str, tuple[str, ...]] = {
     title: tuple(name for name in section.model_fields if name in DataSection.model_fields and name != "datasets")
@@ -137,7 +138,12 @@ def _table(title: str) -> Iterator[str]:
 
 def _row(path: str, by_variant: Mapping[str, tuple[str, str, str]]) -> str:
     """Write a key with its default as in a file, then its type where the default does not tell, and its effect."""
-    kinds, defaults, effects = ([*dict.fromkeys(cells)] for cells in zip(*by_variant.values(), strict=True))
+    kinds, defaults, _ = ([*dict.fromkeys(cells)] for cells in zip(*by_variant.values(), strict=True))
+    effects: dict[str, list[str]] = {}
+    for name, (*_, effect) in by_variant.items():
+        effects.setdefault(effect, []).append(name)
+    first, *others = effects
+    effect = "; ".join([first, *(f"{', '.join(effects[other])}: {other}" for other in others)])
     shown, given = path, ", ".join(kinds)
     if kinds != [f"`{each}`" for each in defaults]:
         if len(defaults) > 1:
@@ -146,7 +152,7 @@ def _row(path: str, by_variant: Mapping[str, tuple[str, str, str]]) -> str:
             shown = f"{path}: {defaults[0]}"
             given = given.removeprefix(f"`{defaults[0]}`, ").replace(f", `{defaults[0]}`", "")
             given = "" if given == "true or false" else given.removeprefix(f"`{defaults[0]}` or ")
-    return f"- `{shown}`{f' ({given})' if given else ''}: {effects[0]}"
+    return f"- `{shown}`{f' ({given})' if given else ''}: {effect}"
 
 
 def _rows(

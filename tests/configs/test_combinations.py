@@ -323,7 +323,7 @@ def test_a_mistyped_algorithm_is_answered_with_those_that_there_are() -> None:
         configured("pipeline nft", "update={algorithm: nftt, nft_beta: -1.0}")
     other, algorithm = refused.value.errors
     assert (algorithm.place, algorithm.value) == ("update.algorithm", "nftt")
-    assert "grpo or nft" in algorithm.hint
+    assert "grpo, nft, awm, v_grpo or ram" in algorithm.hint
     # The other keys are read as those of the algorithm that was meant.
     assert other.place == "update.nft_beta"
 

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from configs.loader import read_config
 from configs.placement import PlacementSection
 from configs.schema import RunConfig
-from configs.training import NftUpdateSection
+from configs.training import VelocityUpdateSection
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.protocol import Policy, policy_family
@@ -28,11 +28,11 @@ from grpo_core.rollouts.actions import TokenBatch
 from grpo_core.rollouts.images import SourceImage
 from grpo_core.rollouts.records import GroupRequest, RolloutGroup
 from grpo_core.rollouts.streams import Stream
-from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup
 from grpo_core.update.settings import PARITY_SHARE
+from grpo_core.update.velocity_update import update_by_velocity
 from tasks.models.devices import configure_torch
 from tasks.models.resident import ModelSpec, load_policy, load_untried
 from tests.stub_gpu import stub
@@ -159,7 +159,7 @@ class Runner:
         settings = update.model_copy(update={"minibatch_size": len(rows)})
         process_group.distribute(component.trained)
         optimizer = PolicyOptimizer(component.trainable_parameters(), settings)
-        train = update_by_nft if isinstance(update, NftUpdateSection) else update_policy
+        train = update_by_velocity if isinstance(update, VelocityUpdateSection) else update_policy
         result = train(component, optimizer, rows, settings, seed=0, process_group=process_group)
         process_group.state(optimizer)
         process_group.collect(component.trained)

@@ -23,16 +23,15 @@ class DenoisingSettings:
     all others; evaluation has no window (Flow-GRPO-Fast; MixGRPO, Li et al., 2025, arXiv:2507.21802).
 
     Attributes:
-        num_inference_steps: number of denoising steps.
-        guidance_scale: of classifier-free guidance, or of the embedded guidance of a distilled model; as the pipeline
-            understands it.
+        num_inference_steps: denoising steps; of GLM-Image those of its decoder.
+        guidance_scale: classifier-free, or embedded in a distilled model; of GLM-Image that of its decoder.
         sde_type: noise of a step. flow_grpo: noise_level sqrt(sigma / (1 - sigma)) (Liu et al., 2025,
             arXiv:2505.05470); dance_grpo: constant (Xue et al., 2025, arXiv:2505.07818); cps: keeps the schedule's
             total noise, so that images have no grain (Wang and Yu, 2025, arXiv:2509.05952).
         noise_level: scale of the noise.
         sde_window: where the window starts in sde_window_range. first: at its beginning; random: anywhere, drawn once
             per iteration; sliding: one step later every sde_window_every iterations.
-        sde_window_size: noisy steps; 0 records the finished latents alone, for DiffusionNFT.
+        sde_window_size: noisy steps; 0 records the finished latents alone, for matching velocities.
         sde_window_range: steps that a window may cover, the end excluded; never the last step.
         sde_window_every: iterations between two shifts of a sliding window.
         logprob_reduction: the log-prob of a step is the mean over the values of its latents, as in every published

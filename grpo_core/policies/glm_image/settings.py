@@ -37,12 +37,7 @@ PROMPT_TOKENS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class GlmImageSettings(ImageSettings, TokenSamplingSettings, DenoisingSettings):
-    """How images are sampled; the settings of noisy steps count where the decoder is trained.
-
-    Attributes:
-        num_inference_steps: denoising steps; of GLM-Image those of its decoder.
-        guidance_scale: classifier-free, or embedded in a distilled model; of GLM-Image that of its decoder.
-    """
+    """How images are sampled; the settings of noisy steps count where the decoder is trained."""
 
     num_inference_steps: PositiveInt = 50
     guidance_scale: NonNegativeFloat = 1.5

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from grpo_core.errors import InputError
 from grpo_core.losses.microbatch_loss import LossInputs, compute_microbatch_loss
-from grpo_core.losses.nft import NftTerms, NoisedImages, nft_terms
 from grpo_core.losses.policy_loss import VESPO_HIGHEST, VESPO_LOWEST, TermInputs, vespo_weights
 from grpo_core.losses.ratios import estimate_kl, mismatch_weights
 from grpo_core.losses.reductions import Denominators, entropy_threshold, on_policy_rows
@@ -188,26 +187,6 @@ def test_expected_gradient_on_policy(estimator: Any) -> None:
         "k3": true_kl_gradient(reverse=False),
     }[estimator]
     torch.testing.assert_close(found, expected)
-
-
-def terms_of(velocity: float, old: float, image: float, latent: float, advantage: float) -> NftTerms:
-    """Of one value at the noise level 1/2."""
-    values = (torch.tensor([[value]], dtype=torch.float64) for value in (velocity, old, image, latent))
-    policy, before, images, latents = values
-    level, advantages = (torch.tensor([value], dtype=torch.float64) for value in (0.5, advantage))
-    return nft_terms(policy, before, NoisedImages(images, latents, level, advantages), beta=1.0, advantage_clip=5.0)
-
-
-def test_one_value_by_hand() -> None:
-    """The image is 1 and at 2 with noise: velocity 1 leads to 1.5, old +- 1 (1 - 3) to 1.5 and -0.5."""
-    terms = terms_of(1.0, 3.0, 1.0, 2.0, 2.5)
-    assert terms.positive.item() == pytest.approx(0.25 / 0.5)
-    assert terms.negative.item() == pytest.approx(2.25 / 1.5)
-    assert terms.policy.item() == pytest.approx(5 * (0.75 * 0.5 + 0.25 * 1.5))
-
-
-def test_a_perfect_image_is_no_division_by_zero() -> None:
-    assert terms_of(2.0, 2.0, 1.0, 2.0, 1.0).policy.item() == 0.0
 
 
 ROWS, STEPS, VALUES = 4, 3, 4096

@@ -203,6 +203,16 @@ def test_both_sides_of_each_threshold(name: str, sick: dict[str, float], well: d
         assert found(history(*([sick] * (count - 1) + [well]) * 3)) == []
 
 
+@pytest.mark.parametrize("name", ["velocity/error", "nft/positive_error"])
+def test_matched_velocities_without_a_pull_are_named_and_their_pull_is_no_penalty(name: str) -> None:
+    free = {**{key: value for key, value in HEALTHY.items() if key != "kl"}, name: 0.3}
+    rows = [Row(number, free) for number in range(1, 8)]
+    assert found(rows, "denoising") == [("no-pull", 3)]
+    assert found(rows[:2], "denoising") == []
+    pulled = [Row(row.iteration, {**row.metrics, "kl": 0.2, "loss": 0.08}) for row in rows]
+    assert found(pulled, "denoising") == []
+
+
 def test_a_reward_at_its_bound_has_risen_by_half_of_its_first_spread() -> None:
     flat = {"frac_reward_zero_std": 1.0, "reward_std": 0.0}
     assert found(history({}, {**flat, "reward": 0.601}, count=3)) == [("reward-at-bound", 4)]

@@ -163,6 +163,7 @@ DIGESTS: dict[str, str] = {
     "METRICS": "731d5254988a9344",
     "UPDATE_STEPS": "1d4cafbcd03bb648",
     "NFT_STEPS": "ce95903e6cbdb4a1",
+    "VELOCITY_STEPS": "dd3bba4403a66a19",
     "images with both streams": "8cb2b39ced3dc680",
     "images made without tokens": "f972ed09c10ed852",
     "images without a stream": "62b86d55230d3b48",

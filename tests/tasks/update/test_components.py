@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from configs.placement import PlacementSection
 from configs.sections import LoraSection
 from configs.training import (
+    ALGORITHMS,
     AnyUpdateSection,
     DenoisingUpdateSection,
     MismatchSection,
-    NftUpdateSection,
     ReferenceSection,
     UpdateSection,
 )
@@ -315,7 +315,7 @@ def test_either_gate_stops_a_version(
     assert alone(job, tmp_path / "after").policy == both.outcome.policy
 
 
-@pytest.mark.parametrize("denoising", [DENOISING, NftUpdateSection()], ids=["grpo", "nft"])
+@pytest.mark.parametrize("denoising", [DENOISING, *(each() for each in ALGORITHMS["denoising"].values())])
 def test_a_job_arrives_in_another_process_as_it_is(both: Updated, denoising: AnyUpdateSection) -> None:
     adapted = changed(JOINT, lora=LoraSection(modules_to_save=("proj_out", "lm_head")))
     updates = {**UPDATES, "denoising": denoising}

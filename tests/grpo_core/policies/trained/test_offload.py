@@ -19,10 +19,11 @@ from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.rollouts.records import GroupRequest, RolloutGroup
 from grpo_core.rollouts.streams import STREAMS, Stream
-from grpo_core.update.nft_update import update_by_nft
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
-from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
+from grpo_core.update.velocity_settings import NftSettings
+from grpo_core.update.velocity_update import update_by_velocity
 from tests.grpo_core.policies.diffusers.tiny_pipelines import SavedFolder, reduced_sources, request, settings, source
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tiny_policies import MODEL, PROMPTS
@@ -110,7 +111,7 @@ def result(
         component = policy.components[stream]
         rows = join_groups(groups, torch.tensor([[1.0, -1.0, 0.5]] * len(groups)), stream)
         optimizer = PolicyOptimizer(component.trainable_parameters(), OptimizerSettings(learning_rate=1e-2))
-        step: Callable[..., Any] = update_by_nft if isinstance(update, NftSettings) else update_policy
+        step: Callable[..., Any] = update_by_velocity if isinstance(update, NftSettings) else update_policy
         step(component, optimizer, rows, update, seed=1)
         trained |= {f"{stream} {name}": each.detach() for name, each in component.trainable_parameters().items()}
         moved.append(policy.offload.take_moved().bytes)

@@ -13,11 +13,12 @@ from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.rollouts.actions import DenoisingBatch
 from grpo_core.rollouts.records import SampledActions, TrainingRows
 from grpo_core.rollouts.streams import ImageSize
-from grpo_core.update import nft_update
-from grpo_core.update.nft_update import ForwardProcess, NftStepMetrics, update_by_nft
+from grpo_core.update import velocity_update
 from grpo_core.update.optimizer import PolicyOptimizer
-from grpo_core.update.settings import NftSettings, OptimizerSettings, UpdateSettings
+from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from grpo_core.update.step import UpdateResult
+from grpo_core.update.velocity_settings import NftSettings
+from grpo_core.update.velocity_update import ForwardProcess, NftStepMetrics, update_by_velocity
 from tests.grpo_core.toy_policy import training_rows
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.2], dtype=torch.float64)
@@ -108,7 +109,7 @@ def trained(
 ) -> UpdateResult:
     optimizer = PolicyOptimizer(component.trainable_parameters(), OptimizerSettings(0.05))
     acting: Any = component
-    return update_by_nft(acting, optimizer, rows, settings, seed=seed, **options)
+    return update_by_velocity(acting, optimizer, rows, settings, seed=seed, **options)
 
 
 def gradient_of(component: LinearComponent) -> Tensor:
@@ -150,7 +151,7 @@ def test_loss_and_gradient_of_each_minibatch_are_those_of_a_plain_loop(
     monkeypatch: pytest.MonkeyPatch, kl: float, kept_before: bool, images: tuple[int, ...]
 ) -> None:
     """The reference is exchanged once for two passes here: three times for the five of all."""
-    monkeypatch.setattr(nft_update, "BATCHES_PER_EXCHANGE", 2)
+    monkeypatch.setattr(velocity_update, "BATCHES_PER_EXCHANGE", 2)
     component, rows = LinearComponent(), rows_of(ADVANTAGES)
     reference, exchanged = component.weight.detach().clone(), []
     entered = component.trained.reference

@@ -1,12 +1,11 @@
-"""Train the denoising component on finished images by DiffusionNFT (Zheng et al., 2025, arXiv:2509.16117).
+"""Train the denoising component on finished images: noise is added to them again, and the velocity there is matched.
 
-Noise is added to the images again, and the velocity there is regressed: no trajectory, no log-probs, no ratio and so no
-parity gate; any sampler can have made the images.
+There is no trajectory, no log-prob of a sampler and so no parity gate; any sampler can have made the images.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from grpo_core.losses.nft import NoisedImages, mean_square, nft_terms
+from grpo_core.losses.settings import ImplicitPair, SignedRow, VelocityRow
+from grpo_core.losses.velocity_matching import NoisedImages, mean_square, velocity_terms
 from grpo_core.policies.protocol import VelocityComponent
 from grpo_core.policies.trained.model import BATCHES_PER_EXCHANGE
 from grpo_core.rollouts.actions import DenoisingBatch
@@ -25,7 +25,7 @@ from grpo_core.seeds import derive_seed, make_generator
 from grpo_core.transfers import to_host
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
-from grpo_core.update.settings import NftSettings, minibatches
+from grpo_core.update.settings import minibatches
 from grpo_core.update.step import (
     OptimizerStep,
     Progress,
@@ -37,6 +37,7 @@ from grpo_core.update.step import (
     no_gradient_of_a_refused_update,
     optimizer_step,
 )
+from grpo_core.update.velocity_settings import VelocitySettings
 
 
 @dataclass(frozen=True, order=True)
@@ -53,10 +54,19 @@ class Noising:
 
 
 class ForwardProcess:
-    """The images of an update, with noise that depends on the seed, the epoch, an image's name and the level alone."""
+    """The images of an update, with noise that depends on the seed, the epoch, the level and an image's name alone.
+
+    With `shared_noise` it depends on the image's prompt in place of its name.
+    """
 
     def __init__(
-        self, component: VelocityComponent, rows: RaggedRows | TrainingRows, timesteps_per_image: int | None, seed: int
+        self,
+        component: VelocityComponent,
+        rows: RaggedRows | TrainingRows,
+        timesteps_per_image: int | None,
+        seed: int,
+        *,
+        shared_noise: bool = False,
     ):
         """Read the noise levels of every size; ValueError for rows of noisy steps, or fewer levels than wanted.
 
@@ -65,7 +75,7 @@ class ForwardProcess:
         actions = rows.actions
         if not isinstance(actions, DenoisingBatch) or any(len(states) != 1 for states in actions.states):
             raise ValueError("it learns from finished images alone; sample them with rollout.sde_window_size 0")
-        self.rows, self.images, self.seed = rows, actions, seed
+        self.rows, self.images, self.seed, self.shared_noise = rows, actions, seed, shared_noise
         self.sigmas: Mapping[ImageSize, Float[Tensor, " steps"]] = {
             size: component.sigmas(actions.select([actions.sizes.index(size)])) for size in dict.fromkeys(actions.sizes)
         }
@@ -103,16 +113,24 @@ class ForwardProcess:
         return actions, NoisedImages(images, noised.to(images), sigmas, self.rows.advantages[rows].to(images))
 
     def _noise(self, noising: Noising, epoch: int, shape: torch.Size) -> Tensor:
-        name = self.rows.sample_ids[noising.row]
+        name = noising.prompt if self.shared_noise else self.rows.sample_ids[noising.row]
         return torch.randn(shape, generator=make_generator(derive_seed(self.seed, "noise", epoch, name, noising.step)))
 
 
 @dataclass(frozen=True)
-class NftStepMetrics(StepMetrics):
-    """One optimizer step of DiffusionNFT; means over the images of its minibatch and their noise levels.
+class VelocityStepMetrics(StepMetrics):
+    """One optimizer step that matches velocities; means over the images of its minibatch and their noise levels.
 
-    `kl` and `velocity_change` are mean squares of the distance of the velocity from the reference's, and from the old
-    policy's; `positive_error` and `negative_error` those of the implicit policies' images over their mean size.
+    `kl` is the mean square of the distance of the velocity from the reference's.
+    """
+
+
+@dataclass(frozen=True)
+class NftStepMetrics(VelocityStepMetrics):
+    """One optimizer step of DiffusionNFT.
+
+    `positive_error` and `negative_error` are mean squares of the errors of the implicit policies' images over their
+    mean size; `velocity_change` is that of the velocity's distance from the old policy's.
     """
 
     positive_error: float
@@ -129,14 +147,50 @@ class NftStepMetrics(StepMetrics):
         }
 
 
+@dataclass(frozen=True)
+class SignedStepMetrics(VelocityStepMetrics):
+    """One optimizer step on errors with the sign of their advantage.
+
+    `velocity_error` is the mean square of the velocity's distance from noise - image, `clipped` the share of the
+    clipped ratios.
+    """
+
+    velocity_error: float
+    clipped: float
+
+    @classmethod
+    def summarize(cls, steps: Sequence["SignedStepMetrics"]) -> dict[str, float]:
+        """Return the error of the velocity, and the clipped share."""
+        return {
+            "velocity/error": mean(step.velocity_error for step in steps),
+            "velocity/clip_ratio": mean(step.clipped for step in steps),
+        }
+
+
+METRICS: Mapping[type[VelocityRow], type[VelocityStepMetrics]] = {
+    ImplicitPair: NftStepMetrics,
+    SignedRow: SignedStepMetrics,
+}
+"""By the loss of a row, in the order in which its terms are measured."""
+
+
 @dataclass
 class _Passes:
-    """Sums over this process's noised images, of `count` in all: loss, policy loss, KL, the rest of NftStepMetrics."""
+    """Sums over this process's noised images, of `count` in all: loss, policy loss, KL, what `metrics` has besides."""
 
     count: int
-    sums: Float[Tensor, " measurements"] = field(default_factory=lambda: torch.zeros(6, dtype=torch.float64))
+    metrics: type[VelocityStepMetrics]
     broken: list[str] = field(default_factory=list)
     _found: list[tuple[list[int], Tensor, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # A process may have no images.
+        self.sums = torch.zeros(3 + len(self._own), dtype=torch.float64)
+
+    @property
+    def _own(self) -> list[str]:
+        common = {each.name for each in fields(StepMetrics)}
+        return [each.name for each in fields(self.metrics) if each.name not in common]
 
     def add(self, rows: list[int], finite: Bool[Tensor, " images"], sums: Float[Tensor, " measurements"]) -> None:
         """Keep what one pass over images of these rows has found, on its device."""
@@ -150,25 +204,26 @@ class _Passes:
             broken = {row for row, good in zip(rows, finite.tolist(), strict=True) if not good}
             self.broken += [sample_ids[row] for row in sorted(broken)]
 
-    def metrics(self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool) -> NftStepMetrics:
-        loss, policy_loss, kl, positive, negative, change = (process_group.add(self.sums) / self.count).tolist()
-        return NftStepMetrics(
+    def measured(
+        self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool
+    ) -> VelocityStepMetrics:
+        """Return the means over the images of all processes."""
+        loss, policy_loss, kl, *own = (process_group.add(self.sums) / self.count).tolist()
+        return self.metrics(
             loss=loss,
             policy_loss=policy_loss,
             grad_norm=made.grad_norm,
             learning_rate=made.learning_rate,
             kl=kl if with_reference else None,
-            positive_error=positive,
-            negative_error=negative,
-            velocity_change=change,
+            **dict(zip(self._own, own, strict=True)),
         )
 
 
-def update_by_nft(
+def update_by_velocity(
     component: VelocityComponent,
     optimizer: PolicyOptimizer,
     rows: RaggedRows | TrainingRows,
-    settings: NftSettings,
+    settings: VelocitySettings,
     *,
     seed: int,
     process_group: ProcessGroup = SINGLE_PROCESS,
@@ -176,15 +231,16 @@ def update_by_nft(
 ) -> UpdateResult:
     """Train the component on finished images, one state per row; arguments and errors as of `update_policy`.
 
-    The old policy is the component's copy of that name, if it keeps one before, or the policy before the update.
-    Rows that other weights sampled are trained on unchanged, since no ratio relates them to the policy. Noise levels
-    and noise are of the seed too.
+    The old policy, for methods that have one, is the component's copy of that name, if it keeps one before, or the
+    policy before the update. Rows that other weights sampled are trained on unchanged, since no ratio relates them to
+    the policy. Noise levels and noise are of the seed too.
     """
     if not len(rows):
         return UpdateResult({}, ())
     trained, size = component.trained, settings.rows_per_step(len(rows))
     component.prepare_for_update(rows.actions)
-    process = ForwardProcess(component, rows, settings.timesteps_per_image, seed)
+    with_old, metrics = settings.row.with_old, METRICS[type(settings.row)]
+    process = ForwardProcess(component, rows, settings.timesteps_per_image, seed, shared_noise=settings.shared_noise)
     epoch_steps = -(-len(rows) // size)
     plan = [
         (indices, number // epoch_steps)
@@ -195,7 +251,7 @@ def update_by_nft(
 
     def gradient(number: int) -> _Passes:
         optimizer.zero_grad()
-        epoch, passes = plan[number][1], _Passes(process.levels * len(plan[number][0]))
+        epoch, passes = plan[number][1], _Passes(process.levels * len(plan[number][0]), metrics)
         shares = share(parts[number], process_group)
         compared = _compared(component, process, [part for part, _ in shares], epoch, settings)
         for (part, counts), velocities in zip(shares, compared, strict=True):
@@ -204,15 +260,15 @@ def update_by_nft(
         passes.read(rows.sample_ids)
         return passes
 
-    def step(number: int, passes: _Passes) -> NftStepMetrics:
+    def step(number: int, passes: _Passes) -> VelocityStepMetrics:
         names = [rows.sample_ids[index] for index in plan[number][0]]
         made = optimizer_step(component, optimizer, names, passes.broken, settings, process_group)
-        return passes.metrics(process_group, made, with_reference=settings.with_reference)
+        return passes.measured(process_group, made, with_reference=settings.with_reference)
 
     with no_gradient_of_a_refused_update(optimizer):
         # Until the first step the policy is the one before the update.
         passes = gradient(0)
-        with keeping_old(component, needed=len(plan) > 1 and "old" not in trained.copies):
+        with keeping_old(component, needed=with_old and len(plan) > 1 and "old" not in trained.copies):
             steps = [step(0, passes)]
             steps += [step(number, gradient(number)) for number in range(1, len(plan))]
     return UpdateResult({}, tuple(steps))
@@ -220,7 +276,7 @@ def update_by_nft(
 
 @dataclass(frozen=True)
 class _Compared:
-    """Noised images, with their velocities under the reference and under the old policy; None without such a copy."""
+    """Noised images with their velocities under the reference and the old policy; None where one is not compared."""
 
     actions: DenoisingBatch
     noised: NoisedImages
@@ -233,16 +289,17 @@ def _compared(
     process: ForwardProcess,
     parts: Sequence[Sequence[Noising]],
     epoch: int,
-    settings: NftSettings,
+    settings: VelocitySettings,
 ) -> Iterator[_Compared]:
     """Yield what each microbatch is trained on, with other weights exchanged once for many of them."""
     copies = component.trained.copies
+    with_old = settings.row.with_old and "old" in copies
     for start in range(0, len(parts), BATCHES_PER_EXCHANGE):
         given = [process.noised(part, epoch) for part in parts[start : start + BATCHES_PER_EXCHANGE]]
         batches, none = [actions for actions, _ in given], [None] * len(given)
         # Before any graph is built: exchanging values would break it.
         reference = _under(component.trained.reference(), component, batches) if settings.with_reference else none
-        old = _under(copies["old"].use(), component, batches) if "old" in copies else none
+        old = _under(copies["old"].use(), component, batches) if with_old else none
         for (actions, noised), *velocities in zip(given, reference, old, strict=True):
             yield _Compared(actions, noised, *velocities)
 
@@ -251,7 +308,7 @@ def _backward(
     component: VelocityComponent,
     part: Sequence[Noising],
     given: _Compared,
-    settings: NftSettings,
+    settings: VelocitySettings,
     passes: _Passes,
     *,
     counts: bool,
@@ -259,16 +316,14 @@ def _backward(
     """Add one microbatch's share of the minibatch gradient; one that does not count adds zeros."""
     velocity = component.velocities(given.actions)
     old = velocity.detach() if given.old is None else given.old
-    noised, beta = given.noised.to(velocity), settings.nft_beta
-    terms = nft_terms(velocity, old, noised, beta=beta, advantage_clip=settings.advantage_clip)
+    terms = velocity_terms(velocity, old, given.noised.to(velocity), settings.row)
     kl = torch.zeros_like(terms.policy) if given.reference is None else mean_square(velocity - given.reference)
     losses = terms.policy + settings.kl_coef * kl
     loss = losses.sum() / passes.count
     (loss if counts else loss * 0.0).backward()
     if not counts:
         return
-    change = mean_square((velocity - old).detach())
-    measured = (losses, terms.policy, kl, terms.positive, terms.negative, change)
+    measured = (losses, terms.policy, kl, *terms.measured)
     sums = torch.stack([values.detach().double().sum() for values in measured])
     passes.add([each.row for each in part], losses.isfinite(), sums)
 
