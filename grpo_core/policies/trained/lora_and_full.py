@@ -211,11 +211,27 @@ class LoraModel(TrainedModel):
 
 
 def _other_linear_layers(model: nn.Module) -> list[str]:
-    """Return the names of layers that are linear by class and return something else, as some routers of experts do."""
+    """Return the names of layers that are linear by class and never called, or return something else: some routers."""
     linear = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.Linear))
     # A quantized layer would cast its bias to the dtype of its weight when it is tried.
     tried = ((name, each) for name, each in linear if not is_quantized(each))
-    return [name for name, each in tried if type(each).forward is not nn.Linear.forward and not _is_linear(each)]
+    own = (name for name, each in tried if type(each).forward is not nn.Linear.forward and not _is_linear(each))
+    sources = {kind: _forward_of(kind) for kind in {type(each) for each in model.modules()}}
+    read = (f"{name}.{part}" for name, each in model.named_modules() for part in _only_read(each, sources[type(each)]))
+    return [*own, *(name.lstrip(".") for name in read)]
+
+
+def _only_read(module: nn.Module, source: str) -> list[str]:
+    """Return the linear layers whose weight a module multiplies itself: an adapter would count only while merged."""
+    linear = (name for name, each in module.named_children() if isinstance(each, nn.Linear))
+    return [name for name in linear if f"self.{name}.weight" in source and f"self.{name}(" not in source]
+
+
+def _forward_of(kind: type[nn.Module]) -> str:
+    try:
+        return inspect.getsource(kind.forward)
+    except (OSError, TypeError):
+        return ""
 
 
 @torch.no_grad()
@@ -236,7 +252,7 @@ def _new_config(base: nn.Module, settings: LoraSettings, default_targets: str | 
         raise ValueError("neither the settings nor default_targets say which layers get an adapter")
     left_out = _other_linear_layers(base)
     if settings.targets is not None and (matched := [each for each in left_out if re.fullmatch(targets, each)]):
-        hint = f"{matched[0]} returns more than a product and takes no adapter; narrow the regular expression."
+        hint = f"{matched[0]} is never called or returns more than a product: no adapter fits; narrow the expression."
         raise InputError("policy.lora.targets", targets, hint)
     whole = settings.modules_to_save
     if unknown := set(whole or ()) - {name.rpartition(".")[2] for name, _ in base.named_modules()}:

@@ -175,6 +175,33 @@ def test_merged_adapters_compute_the_same_with_fewer_products(
     assert torch.equal(logprobs(trained.model), expected)
 
 
+class Reads(torch.nn.Module):
+    """One layer is called; of another the weight is read, as by some routers and by PyTorch's own attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.attention = torch.nn.MultiheadAttention(4, 2)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = self.called(values) + torch.nn.functional.linear(values, self.read.weight)
+        return self.attention(values, values, values)[0]
+
+
+@torch.no_grad()
+def test_a_layer_that_is_only_read_gets_no_adapter() -> None:
+    choice = TrainingChoice(LoraSettings(2, 8.0, "(called|read|attention.out_proj)"))
+    with pytest.raises(InputError, match="read is never called"):
+        train_model(Reads(), choice, base_name="tiny")
+    trained = train_model(Reads(), TrainingChoice(LoraSettings(2, 8.0)), base_name="tiny", default_targets="all-linear")
+    disturb(trained.trainable_parameters())
+    values = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    expected = trained.model(values)
+    with trained.merged():
+        torch.testing.assert_close(trained.model(values), expected)
+    assert {name.split(".")[2] for name in weights_of(trained)} == {"called"}
+
+
 def test_weights_come_back_when_sampling_fails() -> None:
     trained = adapted(EVERY_LINEAR)
     expected = logprobs(trained.model)
