@@ -176,7 +176,7 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
 class UpdateSection(BaseUpdateSection, UpdateSettings):
     """How stored rollouts change the policy by their importance ratios."""
 
-    keyless = BaseUpdateSection.keyless | {"backward_per_step"}
+    keyless = BaseUpdateSection.keyless | {"backward_per_step", "old_logprobs"}
 
     algorithm: Literal["grpo"] = Field(GRPO, description=_OF_DENOISING)
     loss_settings: Annotated[dict[str, float], Uses.NOTHING] = Field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Train a component of a policy on stored rows; the parity gate comes before the first optimizer step."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from grpo_core.transfers import to_host
 from grpo_core.update.gradient import Minibatch, Passes, add_up_gradient, make_minibatch, trained_actions
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
-from grpo_core.update.settings import PARITY_SHARE, UpdateSettings, minibatches
+from grpo_core.update.settings import PARITY_SHARE, PASSES_SAVED, UpdateSettings, minibatches
 from grpo_core.update.step import (
     Progress,
     StepMetrics,
@@ -29,7 +29,7 @@ from grpo_core.update.step import (
     no_gradient_of_a_refused_update,
     optimizer_step,
 )
-from grpo_core.update.witnesses import require_witnesses_agree, witness_logprobs
+from grpo_core.update.witnesses import require_witnesses_agree, stored_logprobs_stand, witness_logprobs
 
 
 def update_policy(
@@ -47,9 +47,10 @@ def update_policy(
     """Train the component on the rows of its stream.
 
     The first minibatch's passes run on the weights before the update, so they give its old_logprobs as well; those of
-    the other rows are computed before. The gate compares all of them with the stored ones before the first step, but
-    for rows that other weights sampled, whose difference `settings.mismatch` corrects. With `settings.ema` the
-    component has to keep its average before, which follows every step.
+    the other rows are computed before the first step, unless `settings.old_logprobs` lets the stored ones stand. The
+    gate compares what was computed with what is stored before the first step, but for rows that other weights sampled,
+    whose difference `settings.mismatch` corrects. With `settings.ema` the component has to keep its average before,
+    which follows every step.
 
     Args:
         rows: with finite advantages, held without padding; without rows nothing changes.
@@ -77,11 +78,17 @@ def update_policy(
     # An entropy threshold has to be known before the first pass with gradients.
     with_own_pass = set(first) if trained.values.any() and settings.entropy_quantile == 1 else set()
     others = [row for row in range(len(rows)) if row not in with_own_pass]
-    total = _all_passes(component, rows, others, [first, *later], settings, process_group)
-    tick = counter(total, on_progress)
+    may_stand = settings.old_logprobs == "auto" and bool(with_own_pass and others and rows.on_policy.all())
+    reference_rows = list(range(len(rows))) if settings.with_reference_logprobs else []
+    shares = (
+        share(component.microbatches(rows, each, settings.micro_batch_size), process_group)
+        for each in (others, reference_rows, first, *later)
+    )
+    tick = counter(sum(map(len, shares)), on_progress)
+    scoring = _Scoring(component, settings, process_group, tick)
     component.prepare_for_update(rows.actions)
     witnesses = witness_logprobs(component, rows, settings.micro_batch_size)
-    rows = _scored(component, rows, others, settings, process_group, tick)
+    rows = scoring.with_reference(scoring.with_old(rows, [] if may_stand else others))
     if not trained.values.any():
         return UpdateResult(_measure(rows, witnesses, parity, settings, sampled_by), ())
 
@@ -99,74 +106,82 @@ def update_policy(
 
     with no_gradient_of_a_refused_update(optimizer):
         minibatch, passes = gradient(replace(rows, old_logprobs=None), first)
-        rows = _with_old_logprobs(rows, first, process_group.add(passes.logprobs.values))
-        before = _measure(rows, witnesses, parity, settings, sampled_by)
+        own, saved = process_group.add(passes.logprobs.values), dict[str, float]()
+        if may_stand:
+            rows, saved = scoring.with_stored_or_old(rows, first, own, others)
+        rows = _with_old_logprobs(rows, first, own)
+        before = _measure(rows, witnesses, parity, settings, sampled_by) | saved
         with keeping_old(component, needed=settings.measures_drift and passes.of_gaussians and bool(later)):
             steps = [step(minibatch, passes)]
             steps += [step(*gradient(rows, indices)) for indices in later]
     return UpdateResult(before, tuple(steps))
 
 
-def _all_passes(
-    component: PolicyComponent,
-    rows: RaggedRows,
-    others: list[int],
-    every: Sequence[list[int]],
-    settings: UpdateSettings,
-    process_group: ProcessGroup,
-) -> int:
-    """Return the number of passes of one process: those without gradients, then every minibatch of every epoch."""
+@dataclass(frozen=True)
+class _Scoring:
+    """Passes without gradients over an update's rows, each process over its share of them."""
 
-    def passes(chosen: list[int]) -> int:
-        parts = len(component.microbatches(rows, chosen, settings.micro_batch_size))
-        return -(-parts // process_group.count)
+    component: PolicyComponent
+    settings: UpdateSettings
+    process_group: ProcessGroup
+    tick: Tick
 
-    with_reference = passes(list(range(len(rows)))) if settings.with_reference_logprobs else 0
-    return passes(others) + with_reference + sum(map(passes, every))
-
-
-@torch.no_grad()
-def _scored(
-    component: PolicyComponent,
-    rows: RaggedRows,
-    others: list[int],
-    settings: UpdateSettings,
-    process_group: ProcessGroup,
-    tick: Tick,
-) -> RaggedRows:
-    """Return the rows with old_logprobs of the others, and with old_entropy and ref_logprobs as the settings need."""
-    entropy: Entropies = "constant" if settings.entropy_quantile < 1 else "none"
-    quantities = 1 if entropy == "none" else 2
-
-    def scores(chosen: list[int], score: Callable[[Actions], list[Tensor]], quantities: int) -> list[Ragged]:
+    @torch.no_grad()
+    def _scores(
+        self, rows: RaggedRows, chosen: list[int], score: Callable[[Actions], list[Tensor]], quantities: int
+    ) -> list[Ragged]:
         """Score each process's share of the chosen rows; every process gets all scores, on the CPU."""
         found = torch.zeros(quantities, len(rows.loss_mask.values))
         by_row = [rows.loss_mask.like(values) for values in found]
         parts, scored = list[list[int]](), list[Tensor]()
-        for places, counts in share(component.microbatches(rows, chosen, settings.micro_batch_size), process_group):
+        microbatches = self.component.microbatches(rows, chosen, self.settings.micro_batch_size)
+        for places, counts in share(microbatches, self.process_group):
             part = [chosen[place] for place in places]
             each = torch.stack(score(rows.actions.select(part).trimmed()))
             if counts:
                 parts.append(part)
                 scored.append(each)
-            tick()
+            self.tick()
         for part, each in zip(parts, to_host(scored), strict=True):
             for kept, scores_of_part in zip(by_row, each, strict=True):
                 kept.put(part, scores_of_part)
-        return [rows.loss_mask.like(values) for values in process_group.add(found)]
+        return [rows.loss_mask.like(values) for values in self.process_group.add(found)]
 
-    def under_policy(actions: Actions) -> list[Tensor]:
-        scored = component.logprobs(actions, entropy=entropy)
-        return [scored.logprobs] if quantities == 1 or scored.entropy is None else [scored.logprobs, scored.entropy]
+    def with_old(self, rows: RaggedRows, chosen: list[int]) -> RaggedRows:
+        """Return the rows with old_logprobs of the chosen ones, and with old_entropy if the settings need it."""
+        entropy: Entropies = "constant" if self.settings.entropy_quantile < 1 else "none"
 
-    old = scores(others, under_policy, quantities)
-    rows = replace(rows, old_logprobs=old[0], old_entropy=old[1] if quantities == 2 else None)
-    if not settings.with_reference_logprobs:
-        return rows
-    every = list(range(len(rows)))
-    with component.as_reference():
-        (reference,) = scores(every, lambda actions: [component.reference_logprobs(actions)], 1)
-    return replace(rows, ref_logprobs=reference)
+        def under_policy(actions: Actions) -> list[Tensor]:
+            scored = self.component.logprobs(actions, entropy=entropy)
+            if entropy == "none" or scored.entropy is None:
+                return [scored.logprobs]
+            return [scored.logprobs, scored.entropy]
+
+        old = self._scores(rows, chosen, under_policy, 1 if entropy == "none" else 2)
+        return replace(rows, old_logprobs=old[0], old_entropy=old[1] if len(old) == 2 else None)
+
+    def with_stored_or_old(
+        self, rows: RaggedRows, first: list[int], own: Tensor, others: list[int]
+    ) -> tuple[RaggedRows, dict[str, float]]:
+        """Return the rows with old_logprobs of the others, and how many passes their stored ones have saved.
+
+        Args:
+            own: recomputed log-probs of the first minibatch.
+        """
+        if not stored_logprobs_stand(self.component, rows, first, own, others, self.process_group):
+            return self.with_old(rows, others), {PASSES_SAVED: 0.0}
+        passes = self.component.microbatches(rows, others, self.settings.micro_batch_size)
+        self.tick(len(share(passes, self.process_group)))
+        return replace(rows, old_logprobs=rows.rollout_logprobs), {PASSES_SAVED: float(len(passes))}
+
+    def with_reference(self, rows: RaggedRows) -> RaggedRows:
+        """Return the rows with ref_logprobs, if the settings need them."""
+        if not self.settings.with_reference_logprobs:
+            return rows
+        with self.component.as_reference():
+            every, score = list(range(len(rows))), self.component.reference_logprobs
+            (reference,) = self._scores(rows, every, lambda actions: [score(actions)], 1)
+        return replace(rows, ref_logprobs=reference)
 
 
 def _with_old_logprobs(rows: RaggedRows, indices: list[int], logprobs: Tensor) -> RaggedRows:

@@ -14,6 +14,9 @@ from grpo_core.rollouts.streams import Stream
 from grpo_core.settings import check_fields
 from grpo_core.update.optimizer_kinds import OPTIMIZERS, OptimizerKind, OptimizerValue
 
+PASSES_SAVED = "old_logprobs/passes_saved"
+"""Metric: microbatches whose stored log-probs stood for recomputed ones; 0 where all were recomputed."""
+
 PARITY_SHARE = "sampling/sampling_logp_difference/share_of_tolerance"
 """Metric of the parity gate: the larger of its differences over what it allows."""
 
@@ -71,11 +74,15 @@ class UpdateSettings(LossSettings, StepSettings):
         backward_per_step: of denoising, a backward pass for each noisy step in place of one for the whole window, which
             keeps all steps' activations; changes memory, not the gradient. A loss that couples a row's steps then needs
             one more pass without gradients. auto: where the whole window is estimated not to fit on the GPU.
+        old_logprobs: recompute: of every row, before the first step. auto: the stored ones stand for them where they
+            are equal to the bit in all of the first minibatch and in up to four other rows, all of which the policy
+            itself sampled; a difference in one of the remaining rows alone would not be seen.
     """
 
     entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
     mask_truncated: bool = False
     backward_per_step: BackwardPerStep = "auto"
+    old_logprobs: Literal["auto", "recompute"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()

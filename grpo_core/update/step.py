@@ -1,12 +1,11 @@
 """One optimizer step and what surrounds it; the measurements of an update, under the names of TRL's dashboards."""
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,7 +23,13 @@ from grpo_core.update.process_group import ProcessGroup
 from grpo_core.update.settings import StepSettings
 
 Progress = Callable[[int, int], None]
-Tick = Callable[[], None]
+
+
+class Tick(Protocol):
+    """Counts passes that are done."""
+
+    def __call__(self, passes: int = 1) -> None:
+        """Count these passes, of which some may have been found needless."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +105,13 @@ def keeping_old(component: PolicyComponent, *, needed: bool) -> Iterator[None]:
 
 def counter(total: int, report: Progress | None) -> Tick:
     """Return what is called after each pass, and reports the number of passes done with their total."""
-    done = itertools.count(1)
+    done = 0
 
-    def tick() -> None:
-        count = next(done)
-        if report:
-            report(count, total)
+    def tick(passes: int = 1) -> None:
+        nonlocal done
+        done += passes
+        if report and passes:
+            report(done, total)
 
     return tick
 

@@ -1,11 +1,12 @@
-"""Rows that keep the parity gate independent where prompts are computed once.
+"""A few rows that are computed again, so that the parity gate stays independent where passes are left out.
 
-Such a pass reads the keys and values of its prompts, as sampling does, and a fault of both would not show. A few rows
-are computed whole instead, and the gate compares them under the same tolerance.
+Where prompts are computed once, a pass reads the keys and values of its prompts, as sampling does, and a fault of both
+would not show: some rows are computed whole, and the gate compares them under the same tolerance. Where stored
+log-probs stand for recomputed ones, some rows are recomputed nevertheless, and have to be equal to the bit.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from grpo_core.parity import ParityTolerance, measure_parity, require_parity
 from grpo_core.policies.protocol import PolicyComponent
 from grpo_core.rollouts.ragged import RaggedRows
+from grpo_core.update.process_group import ProcessGroup
 
 _MOST, _ROWS_OF_ONE = 4, 64
 """One row in this many, which is about a hundredth of an update's work."""
@@ -46,3 +48,28 @@ def require_witnesses_agree(rows: RaggedRows, witnesses: Mapping[int, Tensor], t
     names, limit = [rows.sample_ids[row] for row in chosen], tolerance.max_difference
     report = measure_parity(names, whole, old, mask, rows.actions.stream, limit=limit)
     require_parity(replace(report, of_shared_prompts=True), tolerance)
+
+
+@torch.no_grad()
+def stored_logprobs_stand(
+    component: PolicyComponent,
+    rows: RaggedRows,
+    first: Sequence[int],
+    recomputed: Tensor,
+    others: Sequence[int],
+    process_group: ProcessGroup,
+) -> bool:
+    """Return whether stored log-probs are the recomputed ones, to the bit, in all of `first` and a few of the others.
+
+    Args:
+        first: rows whose log-probs have been recomputed, one row's after another's in `recomputed`.
+        others: rows of which at most four, as far from each other as they are many, are recomputed here in one pass.
+    """
+    stored, mask = (each.take(first).values for each in (rows.rollout_logprobs, rows.loss_mask))
+    if not torch.equal(stored[mask], recomputed[mask]):
+        return False
+    part = rows.select(others[:: -(-len(others) // _MOST)])
+    actions = part.actions.trimmed()
+    found, mask = component.logprobs(actions, entropy="none").logprobs.cpu(), actions.loss_mask
+    # Processes on unlike hardware must not part ways.
+    return bool(process_group.from_first(torch.equal(part.rollout_logprobs[:, : found.shape[1]][mask], found[mask])))

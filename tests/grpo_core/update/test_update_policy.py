@@ -1,6 +1,7 @@
 """One update: every row once an epoch, the same gradient however it is split, and never a number that is not finite."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from grpo_core.parity import ParityError, ParityTolerance
 from grpo_core.policies.microbatches import by_length
 from grpo_core.policies.trained import model
 from grpo_core.policies.trained.settings import TrainingChoice
-from grpo_core.rollouts.records import GroupRequest, TrainingRows
+from grpo_core.rollouts.records import ActionLogprobs, GroupRequest, TrainingRows
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings, minibatches
@@ -188,7 +189,7 @@ def test_progress_counts_every_microbatch_to_its_end() -> None:
     policy = TablePolicy(7)
     reported: list[tuple[int, int]] = []
     optimizer = PolicyOptimizer(policy.trainable_parameters(), OptimizerSettings(0.1))
-    settings = replace(SETTINGS, epochs=2)
+    settings = replace(SETTINGS, epochs=2, old_logprobs="recompute")
     rows = sampled_rows(policy, ADVANTAGES)
     update_policy(
         policy, optimizer, rows, settings, parity=PARITY, seed=0, on_progress=lambda *ticks: reported.append(ticks)
@@ -243,6 +244,61 @@ def test_log_probs_of_the_first_passes_train_as_recomputed_ones(
     result = update_policy(policy, optimizer, rows, settings, parity=parity, seed=0)
     assert result.before["sampling/sampling_logp_difference/max"] == pytest.approx(2e-5, rel=0.05)
     assert torch.equal(policy.table.detach(), updated_with_recomputed_log_probs(rows, settings))
+
+
+def update_of_24_rows(planted: Mapping[int, float], **changes: Any) -> tuple[Tensor, UpdateResult, int]:
+    """Table, measurements and passes without gradients of an update where some stored log-probs are off by this."""
+    policy, passes = TablePolicy(24), 0
+    rows = sampled_rows(policy, [1.0, -1.0] * 12)
+    for row, difference in planted.items():
+        rows.rollout_logprobs[row, 1] += difference
+    score = policy.logprobs
+
+    def counted(*args: Any, **options: Any) -> ActionLogprobs:
+        nonlocal passes
+        passes += not torch.is_grad_enabled()
+        return score(*args, **options)
+
+    policy.logprobs = counted  # type: ignore[method-assign]
+    result = train(policy, rows, minibatch_size=4, **changes)
+    return policy.table.detach(), result, passes
+
+
+FIRST = next(minibatches(24, 4, 1, 0))
+OTHERS = [row for row in range(24) if row not in FIRST]
+
+
+@pytest.mark.parametrize(
+    ("planted", "saved"),
+    [
+        pytest.param({}, 10, id="equal"),
+        pytest.param({FIRST[2]: 2e-6}, 0, id="first minibatch"),
+        pytest.param({OTHERS[10]: 2e-6}, 0, id="checked row of a later one"),
+        pytest.param({OTHERS[11]: 2e-6}, 10, id="unchecked row"),
+    ],
+)
+def test_stored_log_probs_stand_for_recomputed_ones_that_are_equal(planted: Mapping[int, float], saved: int) -> None:
+    table, result, passes = update_of_24_rows(planted)
+    expected, recomputed, all_passes = update_of_24_rows(planted, old_logprobs="recompute")
+    assert result.before["old_logprobs/passes_saved"] == saved
+    assert "old_logprobs/passes_saved" not in recomputed.before
+    # One pass compares rows of later minibatches, unless the first minibatch has shown a difference.
+    assert (passes, all_passes) == (10 - saved + (FIRST[2] not in planted), 10)
+    assert torch.equal(table, expected) == (OTHERS[11] not in planted)
+
+
+def test_one_damaged_row_among_those_that_stand_is_seen_by_recomputing_alone() -> None:
+    assert update_of_24_rows({OTHERS[11]: 0.3})[1].before["sampling/sampling_logp_difference/max"] == 0
+    with pytest.raises(ParityError, match=f"s{OTHERS[11]} "):
+        update_of_24_rows({OTHERS[11]: 0.3}, old_logprobs="recompute")
+
+
+def test_stored_log_probs_of_other_weights_do_not_stand() -> None:
+    policy = TablePolicy(24)
+    rows = sampled_rows(policy, [1.0, -1.0] * 12)
+    older = replace(rows, on_policy=torch.arange(24) != OTHERS[11])
+    result = train(policy, older, minibatch_size=4, mismatch=MismatchSettings("truncate"))
+    assert "old_logprobs/passes_saved" not in result.before
 
 
 @pytest.mark.parametrize("minibatch_size", [3, 7])
