@@ -25,7 +25,7 @@ from flows.preflight.machine import (
 )
 from flows.preflight.model import estimate_model, refuse_prompt_texts, source_of
 from flows.preflight.prompts import PromptFiles, read_prompt_files
-from flows.preflight.rewards import code_notes, try_functions
+from flows.preflight.rewards import code_notes, try_rewards
 from flows.server.reachable import require_pools, require_server, require_ui, server_url, workers_online
 from grpo_core.errors import InputError
 from grpo_core.hub import cached_folder, download_command, one_message, plan_download
@@ -95,7 +95,7 @@ def examine(
     for subject, check in CHECKS.items():
         found = _problems(subject, check(config, prompts))
         if not found and subject == "rewards":
-            found = _rewards(config, prompts, report_progress)
+            found = _rewards(config, prompts, report_progress, every=load)
         findings += found or [Finding(subject, True, _ready(subject, config, prompts))]
     memory: MemoryEstimate | None = None
     checkpoint = states = 0
@@ -183,9 +183,11 @@ def _ready(subject: str, config: RunConfig, prompts: PromptFiles) -> str:
     }[subject]
 
 
-def _rewards(config: RunConfig, prompts: PromptFiles, report_progress: Callable[[str], None]) -> list[Finding]:
-    """Call the functions of the user once; return how training would refuse them, or which rewards are ready."""
-    trials = list(try_functions(config, prompts, report_progress))
+def _rewards(
+    config: RunConfig, prompts: PromptFiles, report_progress: Callable[[str], None], *, every: bool
+) -> list[Finding]:
+    """Call functions of the user, or every reward, once; return how training would refuse them or which are ready."""
+    trials = list(try_rewards(config, prompts, report_progress, every=every))
     if refused := _problems("rewards", [trial.problem for trial in trials if trial.problem is not None]):
         return refused
     waiting = {trial.label for trial in trials if not trial.called}

@@ -1,4 +1,4 @@
-"""Checks of the rewards and of the prompts that they score; a trial of rewards that are functions of the user."""
+"""Checks of the rewards and of the prompts that they score; a trial of them."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,12 +33,12 @@ _TEXTS = ("a short answer", "another answer of six whole words")
 
 @dataclass(frozen=True)
 class Trial:
-    """One call of a reward that is a function of the user, as training calls it, with two made-up siblings.
+    """One call of a reward as training calls it, with two made-up siblings.
 
     Attributes:
         called: whether there was a prompt that it scores.
-        problem: how training would refuse what the function raised or returned, or that no sample could be scored.
-        outcome: their scores, or why they have none, for people.
+        problem: how training would refuse what the reward raised or returned, or that no sample could be scored.
+        outcome: their scores, or why they have none, and the seconds with those of loading, for people.
     """
 
     label: str
@@ -47,12 +47,14 @@ class Trial:
     outcome: str = ""
 
 
-def try_functions(config: RunConfig, prompts: PromptFiles, report_progress: Callable[[str], None]) -> Iterator[Trial]:
-    """Call each function of the user once with two images, or two texts, as of the first prompt that it scores."""
+def try_rewards(
+    config: RunConfig, prompts: PromptFiles, report_progress: Callable[[str], None], *, every: bool = False
+) -> Iterator[Trial]:
+    """Call each function of the user, or every reward, once with two made-up siblings of the first prompt it scores."""
     built = [(each, build_reward(each[1].reward, each[1].settings)) for each in _scored(config)]
     waiting = []
     for (place, section, parts), reward in built:
-        if reward.user_function is None:
+        if not every and reward.user_function is None:
             continue
         rows = next(_siblings(config, prompts, section, reward, parts), None)
         if rows is None:
@@ -62,7 +64,7 @@ def try_functions(config: RunConfig, prompts: PromptFiles, report_progress: Call
         else:
             waiting.append((f"{place}.{section.label}", section, reward, rows))
     if waiting:
-        report_progress(f"calling {', '.join(str(each[1].settings['function']) for each in waiting)} ...")
+        report_progress(f"calling {', '.join(each[2].user_function or each[1].reward for each in waiting)} ...")
     for place, section, reward, rows in waiting:
         yield _try(place, section, reward, rows)
 
@@ -80,7 +82,8 @@ def _try(place: str, section: RewardSection, reward: Reward, rows: Sequence[Mapp
         return Trial(section.label, True, InputError(place, scores[0]["failure"], hint))
     shown = [score["failure"] or _shown(score["value"]) for score in scores]
     outcome = ", ".join(shown if shown[0] != shown[1] else shown[:1])
-    return Trial(section.label, True, outcome=f"called with two trial samples: {outcome}")
+    seconds = sum(score["seconds"] for score in scores)
+    return Trial(section.label, True, outcome=f"called with two trial samples: {outcome} ({seconds:.2g} s)")
 
 
 def _shown(value: float | None) -> str:

@@ -36,6 +36,8 @@ from grpo_core.hub import loaded_files
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
+from grpo_core.rewards.reward import Score
+from grpo_core.rewards.text.rules import AnswerReward
 from tasks.models.resident import load_policy
 from tests.flows.conftest import REPOSITORY, TINY, TINY_TEXT, Runs, Start, refused
 from tests.flows.preflight.conftest import examined
@@ -180,6 +182,18 @@ def test_the_model_is_loaded_and_tried_if_asked(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(InputError, match=r"scoring differ by 0\.01.* Found \d+ s after.*grpo doctor --load") as caught:
         load_policy(spec, config.rollout, torch.device("cpu"))
     assert caught.value.place == "policy.model"
+
+
+def test_every_reward_scores_a_little_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a network can be loaded, or a server answers, is seen before a run; no model is loaded after a fault."""
+    config = read_config(TINY_TEXT, (f"storage.root={tmp_path}/runs",))
+    monkeypatch.setattr(AnswerReward, "score", lambda self, batch: [Score(None, None, "no weights")] * len(batch))
+    (rewards,) = (each for each in examine(config).findings if each.subject == "rewards")
+    assert rewards.healthy
+    diagnosis = examine(config, load=True)
+    (rewards,) = (each for each in diagnosis.findings if each.subject == "rewards")
+    assert (rewards.healthy, "rewards.0.answer: got 'no weights'" in rewards.message) == (False, True)
+    assert diagnosis.loaded is None
 
 
 def test_what_a_loaded_model_takes_is_measured_without_a_change_of_it() -> None:
