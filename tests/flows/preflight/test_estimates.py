@@ -145,9 +145,9 @@ def test_sizes_are_named_and_the_largest_decides_the_memory(tmp_path: Path) -> N
 def test_policies_count_towards_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """95 M adapter parameters and two moments each, in fp32, are 1.1 GB an iteration; the images are 10 GB in all."""
     with_free_space(monkeypatch, 100)
-    config = REPOSITORY / "configs" / "glm_image_80gb.yaml"
-    assert "disk" in examined(config, f"storage.root={tmp_path}")[1]
-    assert "disk" not in examined(config, f"storage.root={tmp_path}", "run.iterations=50")[1]
+    every = (REPOSITORY / "configs" / "glm_image_80gb.yaml", f"storage.root={tmp_path}", "run.keep_policies=null")
+    assert "disk" in examined(*every)[1]
+    assert "disk" not in examined(*every, "run.iterations=50")[1]
 
 
 def test_states_count_towards_the_disk(tmp_path: Path) -> None:
