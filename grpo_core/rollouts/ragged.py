@@ -75,6 +75,11 @@ class Ragged:
         totals = torch.cat([torch.zeros(1, dtype=torch.long), self.values.cumsum(0, dtype=torch.long)])
         return totals[self._bounds].diff()
 
+    @cached_property
+    def total(self) -> int:
+        """The sum of all values, read once: of values that nobody `put`s others in."""
+        return int(self.values.sum())
+
     def by_action(self, values: Shaped[Tensor, " rows"]) -> Shaped[Tensor, " entries"]:
         """Return a value of each row at each of its actions."""
         return values.repeat_interleave(self.lengths)

@@ -86,7 +86,7 @@ def make_minibatch(
         tokens=int(own.values.sum()),
         entropy_tokens=int((own if entropy_mask is None else entropy_mask).values.sum()),
         rollout_rows=len(rows),
-        rollout_tokens=int(trained.values.sum()),
+        rollout_tokens=trained.total,
         max_completion_length=rows.max_length,
     )
     return Minibatch(rows, indices, own, entropy_mask, denominators)
