@@ -33,12 +33,19 @@ from grpo_core.uses import Uses
 class KeepPoliciesSection(Section):
     """The policy versions that stay stored, each with its optimizer state; a training deletes the others."""
 
+    above_gb: NonNegativeFloat = Field(0, description="versions of at most so many GB all stay")
     last: PositiveInt = Field(2, description="this many at the end; more if run.staleness samples with more")
     every: PositiveInt | None = Field(None, description="versions N, 2N, ...; null: none of them")
     best: bool = Field(True, description="the version with the highest held-out reward so far")
 
-    def count(self, iterations: int, staleness: int) -> int:
-        """Return the maximum number of versions that are stored at once, with the one that is being written."""
+    def deletes(self, size: int) -> bool:
+        """Whether versions of so many bytes are deleted."""
+        return size > self.above_gb * 1e9
+
+    def count(self, iterations: int, staleness: int, size: int) -> int:
+        """Return the maximum number of versions of so many bytes stored at once, with the one that is being written."""
+        if not self.deletes(size):
+            return iterations
         on_the_way = iterations // self.every if self.every else 0
         return min(iterations, max(self.last, staleness + 1) + 1 + on_the_way + self.best)
 
@@ -68,7 +75,10 @@ class RunSection(Section):
         description="what to do when settings, code or prompts differ from those of the stored policies; restart: "
         "begin at iteration 1, and the results become the run NAME~1",
     )
-    keep_policies: KeepPoliciesSection | None = Field(None, description="null keeps every policy version")
+    keep_policies: KeepPoliciesSection | None = Field(
+        KeepPoliciesSection(above_gb=1, last=3),
+        description="without it, of versions over 1 GB the last 3 and the best stay; null keeps every policy version",
+    )
 
 
 class LoraSection(Section, LoraSettings):

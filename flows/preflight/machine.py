@@ -149,14 +149,16 @@ def compare_disk(config: RunConfig, checkpoint: int, states: int, prompts: Mappi
             images += samples * states / GIB
             message += f"their denoising states {samples * states / GIB:.2g} GiB, "
     keep = config.run.keep_policies
-    versions = keep.count(config.run.iterations, config.run.staleness) if keep else config.run.iterations
+    last = config.run.iterations
+    versions = keep.count(last, config.run.staleness, checkpoint) if keep else last
     policies = versions * checkpoint / GIB
+    deleted = ", the others are deleted (run.keep_policies)" if versions < last else ""
     message = (
-        f"{config.storage.root}: {free:.3g} GiB free; {message}"
-        f"{counted(versions, 'policy version')} with optimizer state {policies:.2g} GiB; {scratch}"
+        f"{config.storage.root}: {free:.3g} GiB free; {message}{counted(versions, 'policy version')} with optimizer "
+        f"state {policies:.2g} GiB, {checkpoint / GIB:.2g} each{deleted}; {scratch}"
     )
     enough = free > images + policies
-    fewer = "" if keep else ", or set run.keep_policies"
+    fewer = "" if versions < last else ", or keep fewer policies (run.keep_policies)"
     hint = f"Free some space, set storage.root to a larger disk{fewer}."
     return Finding("disk", enough, message, "" if enough else hint)
 

@@ -11,7 +11,7 @@ from flows.pruning.plan import KINDS, Needs, OtherConfigs, RunPlan, add_best, ad
 from flows.pruning.request import PruneRequest, Retention, check_request
 from grpo_core.errors import InputError
 from tasks.progress import log
-from tasks.pruning import Prunable, find_prunable
+from tasks.pruning import FILES_REMOVED, Prunable, find_prunable, part_bytes
 from tasks.reports.report import Report, Table
 from tasks.reports.text import size
 from tasks.runs.layout import LOCKED_APART, OTHER_EVALUATIONS, evaluation_folder, policy_folder
@@ -147,14 +147,19 @@ class PolicyKeeper:
         self._store, self._config, self._lock, self._written = store, config, lock, set[int]()
         self._configs = OtherConfigs()
         found = RunReader(store).policies() if config.run.keep_policies else []
-        self._stored = {version for version, prunable in self._find(found).items() if prunable.has_files}
+        self._keeps_all = bool(found) and not self._deletes(found[-1])
+        stored = {} if self._keeps_all else self._find(found)
+        self._stored = {version for version, prunable in stored.items() if prunable.has_files}
         # An earlier start may have evaluated versions that are not due in this one.
         self._rewards = heldout_rewards(store) if self._stored else {}
 
     def delete_unneeded(self, version: int, heldout: Mapping[int, float]) -> None:
         """Delete what is not needed once this version is trained and, where that is due, evaluated."""
         section = self._config.run.keep_policies
-        if section is None:
+        if section is None or self._keeps_all:
+            return
+        if not self._stored and not self._deletes(version):
+            self._keeps_all = True
             return
         if version not in self._stored:
             self._written.add(version)
@@ -189,6 +194,11 @@ class PolicyKeeper:
                 self._stored.discard(version)
                 for note in single.notes:
                     log(note)
+
+    def _deletes(self, version: int) -> bool:
+        """Whether versions as large as this one are deleted."""
+        section, found = self._config.run.keep_policies, find_prunable(self._store, policy_folder(version))
+        return bool(section and found and section.deletes(part_bytes(self._store, found, FILES_REMOVED)))
 
     def _find(self, versions: list[int]) -> dict[int, Prunable]:
         found = {version: find_prunable(self._store, policy_folder(version)) for version in versions}

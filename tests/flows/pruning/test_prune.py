@@ -229,7 +229,10 @@ def stored(runs: Runs, run: str = RUN) -> list[int]:
 
 
 def test_the_last_and_the_best_stay_and_the_run_continues(runs: Runs, trained: tuple[Runs, Start]) -> None:
-    first = start(runs, {"last": 1})
+    # Versions of these runs have a few kB.
+    start(runs, {"last": 1, "above_gb": 1})
+    assert stored(runs) == [*range(1, ITERATIONS + 1)]
+    first = start(runs, {"last": 1, "above_gb": 1e-6})
     assert stored(runs) == sorted({best(runs), ITERATIONS})
     assert not list(runs.path("policies", "000001", run=RUN).rglob("*.safetensors"))
     assert images(runs, "iteration_000001") == 4
@@ -297,19 +300,21 @@ def test_ended_while_it_deletes_it_ends_with_the_same_policy(
 
 
 @pytest.mark.parametrize(
-    ("section", "iterations", "staleness", "expected"),
+    ("section", "iterations", "staleness", "size", "expected"),
     [
         # The last two, the best, and the one that is being written.
-        ({}, 200, 0, 4),
-        ({"last": 1, "best": False}, 200, 3, 5),
-        ({"every": 10, "best": False}, 200, 0, 23),
-        ({"last": 5}, 3, 0, 3),
+        ({}, 200, 0, 1, 4),
+        ({"last": 1, "best": False}, 200, 3, 1, 5),
+        ({"every": 10, "best": False}, 200, 0, 1, 23),
+        ({"last": 5}, 3, 0, 1, 3),
+        ({"above_gb": 1}, 200, 0, 10**9, 200),
+        ({"above_gb": 1}, 200, 0, 10**9 + 1, 4),
     ],
 )
 def test_the_most_that_is_stored_at_once(
-    section: dict[str, Any], iterations: int, staleness: int, expected: int
+    section: dict[str, Any], iterations: int, staleness: int, size: int, expected: int
 ) -> None:
-    assert KeepPoliciesSection(**section).count(iterations, staleness) == expected
+    assert KeepPoliciesSection(**section).count(iterations, staleness, size) == expected
 
 
 def test_a_configuration_of_another_run_is_read_when_it_has_changed(
