@@ -75,13 +75,22 @@ def plan_evaluate(request: EvaluateRequest) -> EvaluatePlan:
     policy = chosen.averaged
     rollouts = plan_heldout(config, heldout, policy.version)
     assert rollouts is not None, "there are held-out prompts"
-    same = _determining(own) == _determining(config) and described.get("evaluation") == heldout_digest(config, heldout)
+    same = _is_same(own, config) and described.get("evaluation") == heldout_digest(config, heldout)
     stored = find_evaluation(store, rollouts.folder, config, policy) if same else None
     if stored is None:
         folder = evaluation_folder(policy.version, _name_of(config, rollouts))
         rollouts = rollouts.model_copy(update={"folder": folder})
         stored = find_evaluation(store, folder, config, policy)
     return EvaluatePlan(store, config, inputs.model, policy, heldout, rollouts, stored, (*notes, *inputs.notes))
+
+
+def _is_same(own: RunConfig, config: RunConfig) -> bool:
+    determining = _determining(config)
+    try:
+        return _determining(own) == determining
+    except InputError:
+        # A file of the run is not on this machine, and another was given.
+        return False
 
 
 def _determining(config: RunConfig) -> dict[str, Any]:

@@ -67,7 +67,8 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         "storage.root": root_of(request.named.run, request.root, store),
     }
     overrides = [*request.overrides, *(f"{key}={yaml_value(value)}" for key, value in own.items())]
-    previous, config = stored_config(store), trusted_config(store, overrides, trust=request.trust_code)
+    trust, hint_against = request.trust_code, request.hint_against
+    previous, config = stored_config(store), trusted_config(store, overrides, trust=trust, hint_against=hint_against)
     start = read_policy(store, version) if version else None
     recompute = config.advantages != previous.advantages or _mix(config) != _mix(previous)
     advantages = request.advantages or (RECOMPUTED if recompute else STORED)

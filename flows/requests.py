@@ -47,7 +47,6 @@ _FIXED_IN_REPLAYS = {
     "run.iterations": "A replay makes one update for each of the source's --iterations.",
     "policy.kind": "The stored rollouts are of the source's model; leave it out.",
     "policy.train": "The stored rollouts are of the source's streams; leave it out.",
-    "policy.model": "The stored rollouts are of the source's model; leave it out.",
     **{
         f"update.{name}": "The stored rollouts are of the source's algorithm; leave it out."
         for name in ("algorithm", *(f"{stream}.algorithm" for stream in STREAMS))
@@ -57,6 +56,8 @@ _FIXED_IN_REPLAYS = {
 # The evaluation of a policy does not depend on any other section of its run.
 _IN_EVALUATIONS = ("evaluate", "rollout", "rewards", "advantages", "guardrails", "placement", "storage.cache")
 _IN_SAMPLES = ("rollout", "placement")
+_MOVED = "policy.model"
+"""The model of a run may be elsewhere; its digest has to be the same."""
 
 
 def refuse_overrides(overrides: Sequence[str], hint: Callable[[str], str | None]) -> None:
@@ -89,7 +90,8 @@ class EvaluateRequest(_PolicyRequest):
 
     def hint_against(self, path: str) -> str | None:
         """Return what to do instead of changing this setting; None where it can be changed."""
-        if any(path == part or path.startswith((f"{part}.", f"{part}_")) for part in _IN_EVALUATIONS):
+        changeable = (*_IN_EVALUATIONS, _MOVED)
+        if any(path == part or path.startswith((f"{part}.", f"{part}_")) for part in changeable):
             return None
         return f"An evaluation takes the policy as it was trained; {', '.join(_IN_EVALUATIONS[:-1])} can be changed."
 
@@ -177,8 +179,13 @@ class ExportRequest(_PolicyRequest):
     push_to_hub: Annotated[str | None, Option(metavar="REPO")] = Field(
         None, min_length=1, description="also upload the folder to this repository of the Hugging Face hub"
     )
+    overrides: Overrides = Field((), description="policy.model=PATH, where the model is elsewhere than in training")
     trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
+
+    def hint_against(self, path: str) -> str | None:
+        """Return what to do instead of changing this setting; None where it can be changed."""
+        return None if path == _MOVED else f"Only {_MOVED} can be changed for an export."
 
 
 class SampleRequest(Section):
@@ -205,8 +212,13 @@ class SampleRequest(Section):
 
     def hint_against(self, path: str) -> str | None:
         """Return what to do instead of changing this setting; None where it can be changed."""
-        changeable = path.partition(".")[0] in _IN_SAMPLES
+        changeable = path == _MOVED or path.partition(".")[0] in _IN_SAMPLES
         return None if changeable else f"Only {' and '.join(_IN_SAMPLES)} can be changed for samples."
+
+    @property
+    def moved(self) -> tuple[str, ...]:
+        """The overrides that say where the model is."""
+        return tuple(each for each in self.overrides if each.partition("=")[0].strip() == _MOVED)
 
 
 class DeployRequest(Section):

@@ -16,6 +16,7 @@ from configs.policy_name import PolicyName
 from configs.schema import AnyRollout, ByPolicy
 from configs.sections import PolicySection, kind_of
 from configs.validation import validated
+from flows.pipeline.lineage import model_problems
 from flows.preflight.model import source_of
 from flows.preflight.trust import OF_MODEL, require_trust, trusted_config
 from flows.requests import SampleRequest, refuse_overrides
@@ -115,8 +116,10 @@ def _is_adapter(folder: Path) -> bool:
 def _open_run(request: SampleRequest) -> Source:
     named = PolicyName.parse(request.source)
     store = find_run(named.run, request.root)
-    stored = trusted_config(store, trust=request.trust_code, sections=OF_MODEL)
-    digest = str(read_description(store).get("model_digest", ""))
+    moved, digest = request.moved, str(read_description(store).get("model_digest", ""))
+    trust, hint_against = request.trust_code, request.hint_against
+    stored = trusted_config(store, moved, trust=trust, sections=OF_MODEL, hint_against=hint_against)
+    raise_all(model_problems(store, stored, stored, 0, "") if moved else ())
     chosen, notes = choose_policy(store, chosen_version(store, named.version), digest)
     # Samples need no reference.
     version = chosen.averaged.with_copies("ema", "old")

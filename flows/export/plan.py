@@ -5,12 +5,12 @@ from pathlib import Path
 
 from configs.policy_name import BEST, PolicyName
 from configs.schema import RunConfig
-from flows.preflight.trust import OF_MODEL, trusted_config
+from flows.preflight.trust import OF_MODEL, requested_config
 from flows.requests import ExportRequest
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.quantization import read_stored
 from tasks.models.initial import initial_digest, model_folder
-from tasks.runs.lookup import find_run, read_description
+from tasks.runs.lookup import read_description
 from tasks.runs.origin import Origin, origin_of
 from tasks.runs.stored_policies import adapter_version, choose_policy, chosen_version, stored_versions
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
@@ -47,8 +47,7 @@ def plan_export(request: ExportRequest) -> ExportPlan:
     """Check the request against the run and the machine; an InputError names each option."""
     folder = Path(request.folder).expanduser().absolute()
     _require_new_folder(folder)
-    store = find_run(request.named.run, request.root)
-    config = trusted_config(store, trust=request.trust_code, sections=OF_MODEL)
+    store, config = requested_config(request, request.overrides, OF_MODEL)
     recorded = str(read_description(store).get("model_digest", ""))
     chosen, notes = choose_policy(store, chosen_version(store, request.named.version), recorded)
     policy = chosen.averaged
@@ -56,13 +55,14 @@ def plan_export(request: ExportRequest) -> ExportPlan:
         _refuse_initial(store, config, request.named)
     assert policy.checkpoint is not None
     merged = request.merged or not config.policy.trains_adapters
-    base = _require_base(store, config, recorded) if merged else None
-    if base is not None and (stored := quantized_files(base)):
+    base = _require_base(store, config, recorded) if merged or request.overrides else None
+    if merged and base is not None and (stored := quantized_files(base)):
         hint = f"The base is stored quantized ({', '.join(stored)}): no weights can take the adapters; leave it out."
         raise InputError("--merged", config.policy.model, hint)
     if request.push_to_hub is not None:
         _require_hub(request.push_to_hub)
     origin, repository = origin_of(store, config), request.push_to_hub
+    base = base if merged else None
     return ExportPlan(store, config, origin, policy, recorded, base, policy.checkpoint, folder, repository, notes)
 
 

@@ -43,6 +43,7 @@ from tasks.prompts.source_images import SourceReference
 from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import EVALUATIONS
 from tasks.runs.lookup import record_start, require_schema, write_description
+from tasks.runs.stored import portable
 from tasks.runs.stored_policies import START
 from tasks.runs.trust import remember, uses_of
 from tasks.storage.artifacts.reference import PolicyRef
@@ -228,7 +229,7 @@ def describe(
 ) -> tuple[dict[str, Any], bytes]:
     """Return the content of run.json and of config.yaml."""
     # What to do with earlier results is a decision of one start, not of the run.
-    settings = run.config.model_dump(mode="json", exclude={"run": {"on_change"}})
+    settings = portable(run.config.model_dump(mode="json", exclude={"run": {"on_change"}}))
     config = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
     described = {
         "name": run.config.run.name,

@@ -1,11 +1,13 @@
 """What a stored run's configuration would use: only what this person knows, or agrees to with `--trust-code`."""
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from configs.schema import RunConfig
-from flows.requests import EvaluateRequest, ReplayRequest, refuse_overrides
+from flows.requests import EvaluateRequest, ExportRequest, ReplayRequest, refuse_overrides
 from grpo_core.errors import InputError, raise_all
 from grpo_core.uses import Uses
 from tasks.reports.text import printable
@@ -23,7 +25,12 @@ _COMPARED = ("rewards.", "guardrails.")
 
 
 def trusted_config(
-    store: ArtifactStore, overrides: Sequence[str] = (), *, trust: bool, sections: Collection[str] | None = None
+    store: ArtifactStore,
+    overrides: Sequence[str] = (),
+    *,
+    trust: bool,
+    sections: Collection[str] | None = None,
+    hint_against: Callable[[str], str | None] = lambda path: None,
 ) -> RunConfig:
     """Return a run's configuration with changes, if the person trusts what the run itself names.
 
@@ -31,20 +38,29 @@ def trusted_config(
         overrides: as for stored_config; what they name is the person's own.
         trust: whether the person agrees to what is not known, which is then remembered.
         sections: those that are used; None: all.
+        hint_against: what the command says against changing a setting; None where it can be changed.
 
     Raises:
-        InputError: with an entry for each value that is not known; or as stored_config.
+        InputError: with an entry for each value that is not known, or whose file or folder is not on this machine; or
+            as stored_config.
     """
     own = stored_config(store)
     changed = stored_config(store, overrides) if overrides else own
     used = {*uses_of(changed, within=sections)}
+    raise_all(
+        _moved(store, use, settable=hint_against(use.place) is None)
+        for use in uses_of(own, within=sections)
+        if use in used and use.is_missing
+    )
     uses = [each for each in uses_of(own, within=sections) if each in used or each.place.startswith(_COMPARED)]
     require_trust(uses, f"{store.run}/{CONFIG_FILE}", trust=trust)
     return changed
 
 
 def requested_config(
-    request: EvaluateRequest | ReplayRequest, changes: Sequence[str], sections: Collection[str] | None = None
+    request: EvaluateRequest | ExportRequest | ReplayRequest,
+    changes: Sequence[str],
+    sections: Collection[str] | None = None,
 ) -> tuple[ArtifactStore, RunConfig]:
     """Find the run of a request, and return its configuration with changes; `sections` are those used, None is all.
 
@@ -53,7 +69,8 @@ def requested_config(
     """
     store = find_run(request.named.run, request.root)
     refuse_overrides(request.overrides, request.hint_against)
-    return store, trusted_config(store, changes, trust=request.trust_code, sections=sections)
+    trust, hint_against = request.trust_code, request.hint_against
+    return store, trusted_config(store, changes, trust=trust, sections=sections, hint_against=hint_against)
 
 
 def trusted_folders(config: RunConfig, *, trust: bool) -> tuple[str, ...]:
@@ -73,6 +90,16 @@ def require_trust(uses: Iterable[Use], named_by: str, *, trust: bool) -> None:
         raise_all(_refused(use, named_by) for use in new)
 
 
+def _moved(store: ArtifactStore, use: Use, *, settable: bool) -> InputError:
+    """Return what to do about a file or folder of a run that is not on this machine, or elsewhere."""
+    named = use.value.rpartition(":")[0] if use.use is Uses.CODE else use.value
+    place = named if Path(named).is_absolute() else Path(store.root).parent / named
+    hint = f"The run was made with it, and it is not here. Start grpo where the run was started, or put it at {place}"
+    given = f"PATH:{use.value.rpartition(':')[2]}" if use.use is Uses.CODE else "PATH"
+    hint += f", or give --set {use.place}={given}." if settable else "."
+    return InputError(f"{store.run}/{CONFIG_FILE}, {use.place}", use.value, hint)
+
+
 def _refused(use: Use, named_by: str) -> InputError:
     named: dict[str, Any] = json.loads(use.details)
     others = {key: each for key, each in named.items() if not use.place.endswith(f".{key}")}
@@ -87,9 +114,11 @@ def _refused(use: Use, named_by: str) -> InputError:
         case _:
             done = use.value
     imported = " It, or a file that it imports, may have changed since." if use.file is not None else ""
+    is_here = use.use is not Uses.PLACE or "://" in use.value or os.path.exists(os.path.expanduser(use.value))
+    absent = "" if is_here else " It is not on this machine: if it is a folder, start grpo where the run was started."
     hint = (
-        f"{use.use.value} {printable(done)}, and you have not trained with exactly that on this machine.{imported} If "
-        "the run is somebody else's, read what it does first; --trust-code (in Python trust_code=True) agrees to it "
-        "and remembers it."
+        f"{use.use.value} {printable(done)}, and you have not trained with exactly that on this machine.{absent}"
+        f"{imported} If the run is somebody else's, read what it does first; --trust-code (in Python "
+        "trust_code=True) agrees to it and remembers it."
     )
     return InputError(f"{named_by}, {use.place}", use.value, hint)

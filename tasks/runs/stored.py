@@ -51,7 +51,29 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
 
 def locate_paths(values: Any, store: ArtifactStore) -> None:
     """Replace the paths in plain values that lead from where a run was started by those from the working directory."""
-    _replace_paths(values, lambda path: path if os.path.exists(path) else find_input(path, [store]) or path)
+    storage = values.get("storage") if isinstance(values, dict) else None
+    root = Path(str(storage.get("root", "")) if isinstance(storage, dict) else "")
+    # A run with the root out/runs was started two folders above it.
+    above = root.parts if is_local(store.filesystem) and not root.is_absolute() and ".." not in root.parts else ()
+    started = os.path.relpath(os.path.join(store.root, *[".."] * len(above)))
+
+    def located(path: str) -> str:
+        known = path if os.path.exists(path) else find_input(path, [store])
+        there = os.path.normpath(os.path.join(started, path))
+        return known or (there if above and os.path.exists(there) else path)
+
+    _replace_paths(values, located)
+
+
+def portable(settings: dict[str, Any]) -> dict[str, Any]:
+    """Replace the absolute paths in plain settings that lead below the working directory by relative ones."""
+    here = Path.cwd()
+
+    def stored(path: str) -> str:
+        return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+    _replace_paths(settings, stored)
+    return settings
 
 
 def paths_beside_root(settings: dict[str, Any], store: ArtifactStore) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from grpo_core.seeds import file_sha256
 from grpo_core.user_code.files import follow_code
 from grpo_core.user_code.functions import REFERENCE
 from grpo_core.uses import Uses, declared_uses, settings_defaults
+from tasks.prompts.files import file_ending
+from tasks.prompts.formats import ENDINGS
 
 _WITH: Mapping[Uses, frozenset[Uses]] = MappingProxyType(
     {
@@ -77,6 +79,7 @@ class Use:
         """Whether its file or folder is not there, which is reported where it is loaded; a hub's name may be there."""
         if self.use in (Uses.PLACE, Uses.FOLDER):
             is_path = self.use is Uses.FOLDER or self.value.startswith(("/", ".", "~")) or self.value.count("/") > 1
+            is_path = is_path or file_ending(self.value) in ENDINGS
             return is_path and "://" not in self.value and not os.path.exists(os.path.expanduser(self.value))
         return self.file is not None and not self.file.is_file()
 

@@ -20,7 +20,7 @@ from flows.export.plan import plan_export
 from flows.replaying import correction_problems, plan_replay, replay, root_of
 from flows.requests import ExportRequest, ReplayRequest
 from grpo_core.errors import InputError
-from tasks.runs.stored import locate_paths
+from tasks.runs.stored import locate_paths, portable
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import dump_checked, load_checked
 from tests.flows.conftest import REPOSITORY, Runs, Start, heard_of, refused, sha256_of
@@ -68,7 +68,7 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str, object]] = [
     *(
         ((override,), {}, "--set", override)
         for override in (
-            *("data.limit=3", "storage.root=elsewhere", "run.iterations=3", "policy.model=other"),
+            *("data.limit=3", "storage.root=elsewhere", "run.iterations=3", "policy.kind=diffusers"),
             *("update.algorithm=nft", "update.tokens.algorithm=nft"),
         )
     ),
@@ -170,9 +170,30 @@ def test_relative_paths_of_the_source_lead_from_any_folder(finished: Runs, monke
     locate_paths(found, ArtifactStore(str(finished.root), "run"))
     assert found == values
     (base / "data").unlink()
-    tried = str(base / "elsewhere" / "data")
-    (problem,) = refused(lambda: plan_replay(request))
-    assert (problem.place, tried in str(problem)) == ("policy.model", True)
+    model = "data/models/tiny-glm-image"
+    problems = {problem.place: problem.hint for problem in refused(lambda: plan_replay(request))}
+    hint = problems["run/config.yaml, policy.model"]
+    assert str(base / model) in hint
+    assert "--set policy.model=PATH" in hint
+    assert "--set" not in problems["run/config.yaml, data.prompts"]
+    there = exported.model_copy(update={"overrides": (f"policy.model={REPOSITORY / model}",)})
+    assert plan_export(there).base == REPOSITORY / model
+    other = exported.model_copy(update={"overrides": (f"policy.model={REPOSITORY}/data/models/tiny-text",)})
+    assert [problem.place for problem in refused(lambda: plan_export(other))] == ["policy.model"]
+
+
+def test_paths_of_a_run_lead_from_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root out/runs is two folders below; absolute paths below that folder become relative."""
+    (tmp_path / "before" / "out" / "runs").mkdir(parents=True)
+    (tmp_path / "before" / "reward.py").touch()
+    monkeypatch.chdir(tmp_path / "before")
+    given = {"function": f"{Path.cwd()}/reward.py:score", "model": str(tmp_path / "model")}
+    stored: dict[str, Any] = {**portable(given), "storage": {"root": "out/runs"}}
+    assert (stored["function"], stored["model"]) == ("reward.py:score", str(tmp_path / "model"))
+    (tmp_path / "before").rename(tmp_path / "after")
+    monkeypatch.chdir(tmp_path)
+    locate_paths(stored, ArtifactStore("after/out/runs", "run"))
+    assert stored["function"] == "after/reward.py:score"
 
 
 @pytest.mark.slow
