@@ -199,7 +199,7 @@ def start_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
         run = Run(config, store, lock, model, inputs.training, inputs.heldout, start)
         store.clear_abandoned()
         remember(uses_of(config))
-        for note in inputs.notes:
+        for note in (*inputs.notes, *inputs.ahead):
             log(note)
         accepted = resolve_code(stage_code(config, model), previous or {}, accept=accept_code)
         identity = identify(config, model, inputs.training, start, inputs.heldout)

@@ -102,7 +102,7 @@ def examine(
     sizes: Counter[ImageSize] = Counter()
     # What is wrong with the model, or with the sizes that it is to generate, has been reported.
     if all(finding.healthy for finding in findings if finding.subject == "model"):
-        sizes = _prompts_by_size(prompts)
+        sizes = prompts.by_size
         longest, refused = _prompt_length(config, prompts) if weights.described else (None, [])
         try:
             policy, version = config.policy, adapter_version(config)
@@ -211,10 +211,6 @@ def _placed(config: RunConfig) -> str:
     parts = min(batches, placement.shards_of(placement.rollouts))
     divided = f", rollouts in {counted(parts, 'shard')} of complete batches (rollout.prompts_per_batch)"
     return f"{names}, a process each{divided if not placement.rollouts.pool else ''}"
-
-
-def _prompts_by_size(prompts: PromptFiles) -> Counter[ImageSize]:
-    return Counter(size for section in ("data", "evaluate") for each in prompts.usable(section) for size in each.sizes)
 
 
 def _server(config: RunConfig) -> Iterator[Finding]:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from configs.contradictions import contradictions, pools_of
-from configs.schema import RunConfig
+from configs.schema import ReplayConfig, RunConfig
 from configs.sections import DataSection, LoraSection
 from flows.preflight.engine import check_engine
 from flows.preflight.files import check_storage, checked_once, prepare_hub, read_files
+from flows.preflight.machine import compare_disk, describe_work
 from flows.preflight.model import (
     check_device,
     check_model,
     check_trackers,
     check_update,
+    estimate_model,
     refuse_prompt_texts,
     source_of,
     trained_model,
@@ -49,13 +51,19 @@ CHECKS: Mapping[str, Check] = {
 
 @dataclass(frozen=True)
 class RunInputs:
-    """The checked inputs of a run; `notes` say what a person should know about inputs that can be used."""
+    """The checked inputs of a run.
+
+    Attributes:
+        notes: what a person should know about inputs that can be used.
+        ahead: what the run samples, and its disk; nothing for a replay.
+    """
 
     store: ArtifactStore
     model: ModelSpec
     training: tuple[PromptSet, ...]
     heldout: tuple[PromptSet, ...]
     notes: tuple[str, ...]
+    ahead: tuple[str, ...] = ()
 
 
 @checked_once
@@ -71,17 +79,21 @@ def check_inputs(config: RunConfig) -> RunInputs:
     require_pools(pools_of(config))
     if config.guardrails.on_fall == "pause":
         require_ui("guardrails.on_fall", "pause")
-    inputs = _check_model(config, files)
+    inputs, ahead = _check_model(config, files), tuple[str, ...]()
     with training_choices(config.policy, inputs.store, inputs.model.adapter) as choices:
         for choice in choices.values():
             _refuse_stored_settings(config, choice.lora)
         notes = policy_family(config.policy.kind).check_choices(source_of(config), choices)
+        if not isinstance(config, ReplayConfig):
+            estimate = estimate_model(config, choices, tuple(files.by_size))
+            disk = compare_disk(config, estimate.checkpoint, estimate.states, files.by_size)
+            ahead = (f"work: {describe_work(config)}", f"disk: {disk.message}. {disk.hint}".rstrip(". "))
     inputs.store.require_writable()
     if config.storage.cache_dir is not None and inputs.store.files.cache is not None:
         inputs.store.files.cache.require_usable()
     # Last, since it imports Prefect, which takes seconds.
     require_server()
-    return replace(inputs, notes=(*inputs.notes, *notes))
+    return replace(inputs, notes=(*inputs.notes, *notes), ahead=ahead)
 
 
 def check_evaluation(config: RunConfig) -> RunInputs:

@@ -198,7 +198,7 @@ def describe_work(config: RunConfig) -> str:
         return work
     dtype = config.policy.autocast or config.policy.dtype
     slow = "" if _computes_in(dtype) else f"; this CPU has no instructions for {dtype}, so it takes many times as long"
-    left = "a run says after two iterations how much is left"
+    left = "a run says after each iteration how much is left"
     return f"{work}; without a GPU all but the tiny models are slow{slow}, and {left}"
 
 

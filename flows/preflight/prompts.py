@@ -1,6 +1,7 @@
 """Checks of prompts, targets and image sizes."""
 
 import posixpath
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,11 @@ class PromptFiles:
     def usable(self, section: str) -> tuple[PromptSet, ...]:
         """The sets of a section that could be read."""
         return tuple(each for each in self.sets[section] if each is not None)
+
+    @property
+    def by_size(self) -> Counter[ImageSize]:
+        """How many prompts are for images of each size."""
+        return Counter(size for section in ("data", "evaluate") for each in self.usable(section) for size in each.sizes)
 
 
 def check_prompts(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]:

@@ -20,7 +20,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import apause_flow_run
 
-from configs.schema import ReplayConfig, ReplaySection
+from configs.schema import ReplayConfig, ReplaySection, RunConfig
 from flows.pipeline.prefect_ui import artifact_key, artifact_link, folder_link
 from flows.pipeline.run import Run
 from flows.pipeline.stages import forget_task_runs
@@ -32,9 +32,9 @@ from tasks.metrics import HELDOUT
 from tasks.progress import advance_run, log
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
 from tasks.reports.text import duration, reward_origin
-from tasks.runs.layout import SIGNS_FILE, STAGES, SamplingRound
-from tasks.runs.read_run import write_metrics
-from tasks.runs.run_view import rescoring_of
+from tasks.runs.layout import ROLLOUTS, SIGNS_FILE, STAGES, SamplingRound
+from tasks.runs.read_run import read_metrics, write_metrics
+from tasks.runs.run_view import EvaluationView, rescoring_of
 from tasks.runs.signs import Sign
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
@@ -145,6 +145,8 @@ class Callbacks:
         first = self.run.config.first_version
         if (evaluation := history.evaluation_of(first)) is not None:
             self.trackers.log(first, None, evaluation)
+            if not isinstance(self.run.config, ReplayConfig) and not read_metrics(self.run.store, first + 1):
+                log(format_sampling_time(self.run.config, evaluation))
         history.lap()
 
     async def on_iteration_end(
@@ -194,6 +196,15 @@ class Callbacks:
             self.publisher.finish()
             evaluate_now(self.run, policy, history)
         log(f"stopped after iteration {policy.version}: {reason}")
+
+
+def format_sampling_time(config: RunConfig, evaluation: EvaluationView) -> str:
+    """Format the time that a run's samples take at the pace of its first evaluation."""
+    rows = evaluation.stages[ROLLOUTS][0].rows
+    evaluations = sum(config.is_evaluated(iteration) for iteration in range(1, config.run.iterations + 1))
+    samples = config.samples_per_iteration * config.run.iterations + rows * evaluations
+    taken, seconds = duration(evaluation.seconds / rows * samples), duration(evaluation.seconds)
+    return f"{samples:,} samples take about {taken} in all, since {rows:,} took {seconds}; updates are not counted"
 
 
 def format_progress_line(

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from configs.schema import ReplayConfig, RunConfig
 from flows.pipeline.run import Run, plan_heldout
@@ -77,10 +76,13 @@ class TrainingHistory(RunHistory):
 
     @property
     def pace(self) -> float | None:
-        """Mean seconds of the last iterations that this start trained; None before the second, as the first loads."""
-        recent = pairwise(self.iterations[-_RECENT - 1 :])
-        times = [each.metrics[WALL_TIME] for before, each in recent if _is_trained(before) and _is_trained(each)]
-        return sum(times) / len(times) if times else None
+        """Mean seconds of the last iterations that this start trained.
+
+        The first, which may load the model, counts only alone and after an evaluation; None where none counts.
+        """
+        trained = [each for each in self.iterations[-_RECENT - 1 :] if _is_trained(each)]
+        counted = trained[1:] or (trained if self.evaluations else [])
+        return sum(each.metrics[WALL_TIME] for each in counted) / len(counted) if counted else None
 
     def lap(self) -> float:
         """Return the seconds since the current iteration began, and begin the next one."""

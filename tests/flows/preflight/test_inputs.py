@@ -103,11 +103,14 @@ class TestPrompts:
     def test_what_a_person_should_know_of_them(self, tmp_path: Path) -> None:
         path = prompt_file(tmp_path, "\n".join(["Caption", *("x" * length for length in (4000, 4002, 4001))]), "a.csv")
         config = read_config(TINY, [f"storage.root={tmp_path}", f"data.prompts={path}", *NO_TARGETS])
-        column, long = check_inputs(config).notes
+        inputs, found = check_inputs(config), examine(config).findings
+        column, long = inputs.notes
         assert column == f"data.prompts: {path}: the prompts are column Caption"
         assert "(row 2) has 4002 characters; 1 more have over 4000" in long
-        assert [each.notes for each in examine(config).findings if each.subject == "prompts"] == [(column, long)]
-        assert {column, long} <= {*conftest.heard_of(lambda: opened(config))[1].lines}
+        assert [each.notes for each in found if each.subject == "prompts"] == [(column, long)]
+        work, disk = (next(each.message for each in found if each.subject == name) for name in ("work", "disk"))
+        assert inputs.ahead == (f"work: {work}", f"disk: {disk}")
+        assert {column, long, *inputs.ahead} <= {*conftest.heard_of(lambda: opened(config))[1].lines}
 
     def test_heldout_prompts_that_are_trained_on_are_counted(self, tmp_path: Path) -> None:
         mine = prompt_file(tmp_path, "a cat\na dog\na cow\n", "mine.txt")

@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 from configs.loader import read_config
 from configs.schema import ReplaySection
 from flows.command_line.main import application
-from flows.training.callbacks import format_progress_line
+from flows.training.callbacks import format_progress_line, format_sampling_time
 from flows.training.history import TrainingHistory
 from flows.training.summary import TrainSummary
 from grpo_core.update.settings import PARITY_SHARE
 from tasks.reports.iteration import IterationRecord
+from tasks.runs.run_view import EvaluationView
 from tasks.storage.artifacts.reference import ArtifactRef
 from tests.bench.sick_runs import SICK_RUNS, settings_of
 from tests.flows.conftest import REPOSITORY, Runs, Start
@@ -114,6 +115,17 @@ def test_stored_iterations_and_the_first_that_is_trained_do_not_count() -> None:
         history.iterations.append(replace(RECORD, stored=stored, metrics={"wall_time": seconds}))
         paces.append(history.pace)
     assert paces == [None, None, None, 10.0, 15.0]
+    history.evaluations.append(EvaluationView(0, {}, {}))
+    del history.iterations[-2:]
+    assert history.pace == 100.0
+
+
+def test_samples_take_as_long_as_in_the_evaluation_before() -> None:
+    """40 iterations of 16 x 8 samples, and 4 evaluations of 10, are 5,160: 516 times the 10 that took 7 s."""
+    sampled, quick, slow = (ADVANTAGES.model_copy(update={"rows": 10, "seconds": each}) for each in (4.0, 1.0, 2.0))
+    parts = {"rollouts": (sampled,), "rewards": (quick, slow), "advantages": (quick,)}
+    line = format_sampling_time(read_config(CONFIGS / "tiny_text.yaml"), EvaluationView(0, parts, {}))
+    assert "5,160 samples take about 1:00:12 in all, since 10 took 0:00:07" in line
 
 
 CONFIGS = REPOSITORY / "configs"
