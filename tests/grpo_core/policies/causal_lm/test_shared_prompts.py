@@ -20,6 +20,7 @@ from grpo_core.policies.encoded_prompts import EncodedPrompt, pad_prompts
 from grpo_core.policies.estimate import Workload, estimate_resources
 from grpo_core.policies.microbatches import similar_lengths
 from grpo_core.policies.trained.model import enable_recomputation, recompute_layers
+from grpo_core.policies.trained.quantization import QuantizationSettings
 from grpo_core.policies.trained.settings import LoraSettings, TrainingChoice
 from grpo_core.rollouts.records import GroupRequest, TrainingRows
 from grpo_core.update.optimizer import PolicyOptimizer
@@ -27,7 +28,7 @@ from grpo_core.update.policy_update import update_policy
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from grpo_core.update.step import UpdateResult
 from tests.grpo_core.policies.causal_lm.model_types import CONFIGS, HEAD_ROWS, make_model, small_model
-from tests.grpo_core.policies.trained.tiny_models import values_of
+from tests.grpo_core.policies.trained.tiny_models import disturb, values_of
 from tests.grpo_core.policies.vision_lm.tiny_families import drawn, make_policy
 from tests.tiny_policies import TEXT_LORA, TEXT_MODEL, TEXT_PROMPTS, build_text_policy
 
@@ -129,6 +130,29 @@ def test_prompts_with_several_images(kind: str, choice: TrainingChoice) -> None:
         logprobs = policy.logprobs(actions).logprobs
         found[shares] = logprobs.detach(), gradients(parameters, weighted(logprobs))
     torch.testing.assert_close(found[True][0], found[False][0], rtol=0, atol=1e-5)
+    refuse_differing(found[False][1], found[True][1], 1e-3)
+
+
+CHOICES = {
+    "4 bits": TrainingChoice(TEXT_LORA, gradient_checkpointing=True, quantization=QuantizationSettings("nf4")),
+    "all weights": TrainingChoice(None, gradient_checkpointing=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES)
+def test_recomputed_layers_of_each_kind_of_training(choice: TrainingChoice) -> None:
+    policy = CausalLMPolicy.load(str(TEXT_MODEL), CausalLMSettings(max_completion_length=12), {"tokens": choice})
+    parameters = policy.trainable_parameters()
+    disturb(parameters, 0.05)
+    rows = collected(policy)
+    policy.prepare_for_update()
+    found = {}
+    for shares in (False, True):
+        policy.trained.shares_prompts = shares
+        logprobs = policy.logprobs(rows.actions).logprobs
+        found[shares] = logprobs.detach(), gradients(parameters, weighted(logprobs))
+    torch.testing.assert_close(found[True][0], found[False][0], rtol=0, atol=2e-5)
     refuse_differing(found[False][1], found[True][1], 1e-3)
 
 
