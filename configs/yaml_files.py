@@ -26,6 +26,8 @@ ABBREVIATIONS: Mapping[str, str] = {
     "model_name": "model",
     "device": "devices",
     "processes": "devices",
+    "peft_config": "lora",
+    "r": "rank",
 }
 """What people call a setting -> its name."""
 

@@ -5,6 +5,7 @@ in a few bits stay rounded to them: the folder of the original model is better w
 """
 
 import argparse
+import struct
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def _split(file: Path) -> pre_tokenizers.PreTokenizer | None:
     """Return how the tokenizer cuts a text where transformers does not know it."""
     try:
         metadata, tensors = read_gguf_metadata(str(file), ())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, struct.error) as error:
         raise InputError("FILE", str(file), f"It cannot be read as GGUF ({error}).") from error
     instead = "Take the folder that the file was made from, by its name on the hub."
     if (found := metadata["general.architecture"]) != ARCHITECTURE:

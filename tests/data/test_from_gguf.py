@@ -39,13 +39,14 @@ def write_gguf(path: Path, **metadata: str) -> Path:
         ({"general__architecture": "llama", "tokenizer__ggml__model": "gpt2"}, "rules named default"),
         ({"general__architecture": "llama", "llama__rope__scaling__type": "yarn"}, "frequencies are scaled"),
         ({}, "no `general.architecture`"),
-        (None, "cannot be read as GGUF"),
+        (b"no model", "cannot be read as GGUF"),
+        (b"GGUF\x03\x00\x00\x00", "cannot be read as GGUF"),
     ],
 )
-def test_what_could_be_read_wrong_is_refused(tmp_path: Path, metadata: dict[str, str] | None, reason: str) -> None:
+def test_what_could_be_read_wrong_is_refused(tmp_path: Path, metadata: dict[str, str] | bytes, reason: str) -> None:
     file = tmp_path / "model.gguf"
-    if metadata is None:
-        file.write_bytes(b"no model")
+    if isinstance(metadata, bytes):
+        file.write_bytes(metadata)
     else:
         write_gguf(file, **metadata)
     with pytest.raises(InputError, match=reason):
