@@ -41,7 +41,7 @@ class _GroupsSection(Section):
 class ImageRolloutSection(_GroupsSection, ImageSettings):
     """How groups of images are sampled, whatever makes them."""
 
-    keyless = frozenset({"prompts_per_batch", "decode_batch_size"})
+    keyless = frozenset({"prompts_per_batch", "decode_batch_size", "branch"})
     noise_settings: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(DenoisingSettings)) - {
         "num_inference_steps",
         "guidance_scale",

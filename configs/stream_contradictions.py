@@ -64,6 +64,12 @@ def _noise(config: RunConfig) -> Iterator[InputError]:
     if rollout.sde_window != "sliding" and rollout.sde_window_every != 1:
         hint = f"Only a sliding window moves, and rollout.sde_window is {rollout.sde_window}; leave it out."
         yield InputError("rollout.sde_window_every", rollout.sde_window_every, hint)
+    if rollout.branch and not rollout.shared_noise:
+        hint = "Only samples that start from the same noise share steps; set rollout.shared_noise to true."
+        yield InputError("rollout.branch", True, hint)
+    if rollout.branch and rollout.latest_start == 0:
+        hint = "The window begins at the first step, and no step before it is shared; move rollout.sde_window_range."
+        yield InputError("rollout.branch", True, hint)
 
 
 def _negative_prompt(config: RunConfig) -> Iterator[InputError]:

@@ -149,6 +149,8 @@ REFUSED: dict[str, list[str | tuple[str, str, object]]] = {
         "!rollout.sde_window_range=[0, 10]",
         ("rollout.num_inference_steps=5", "rollout.sde_window_range", [0, 5]),
         "!rollout.sde_window_every=3",
+        "!rollout.branch=true",
+        "rollout.shared_noise=true; rollout.sde_window_range=[0, 2]; !rollout.branch=true",
         "rollout.guidance_scale=1.0; !rollout.negative_prompt=grain",
         ("rollout.top_p=0.9", "rollout.top_p", "top_p"),
         "!update.mask_truncated=true",
@@ -231,6 +233,7 @@ ALLOWED: dict[str, list[str]] = {
     "engine": [f"{COMMAND}; {DEVICES}"],
     "decoder": ["update.clip_range=0.2; rollout.logprob_reduction=sum", "rollout.temperature=0.9"],
     "pipeline": [
+        "rollout.shared_noise=true; rollout.sde_window_range=[0, 3]; rollout.branch=true",
         "rollout.sde_window=sliding; rollout.sde_window_every=3",
         "rollout.negative_prompt=grain; evaluate.guidance_scale=1.0",
         "update.clip_range=1e-2",

@@ -2,6 +2,7 @@
 
 settings    number of steps, guidance, kind of noise, the window of noisy steps, refused schedulers; imports no torch
 scheduler   one noisy step, its log-prob and KL; schedulers that a pipeline runs over to sample and to score
-component   the denoising model of any such pipeline as a component of a policy
+sampling    the denoising model of any such pipeline while it samples
+component   the same as a component of a policy, which scores stored steps
 rows        pipelines as they are loaded, the rows of their calls, and images of latents
 """

@@ -1,7 +1,7 @@
 """The rows of a pipeline's calls, and images of latents."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,6 +78,19 @@ class SampleRows(Rows):
                 ]
             ),
         )
+
+    def first_alike(self) -> list[int]:
+        """Return by row the first one with its prompt, source images, draft and noise, of which the ODE makes the same.
+
+        They differ from the first noisy step on.
+        """
+        drafts: list[Hashable] = [None] * len(self.prompts)
+        if self.drafts is not None:
+            drafts = [tuple(ids) for ids in self.drafts.token_ids.where(self.drafts.loss_mask, -1).tolist()]
+        sources = ((),) * len(self.prompts) if self.sources is None else self.sources
+        seen: dict[Hashable, int] = {}
+        keys = zip(self.prompts, sources, drafts, self.noise_seeds, strict=True)
+        return [seen.setdefault(key, row) for row, key in enumerate(keys)]
 
 
 def by_group(

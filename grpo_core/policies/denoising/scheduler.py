@@ -181,9 +181,14 @@ class NoisyScheduler(WindowScheduler):
     `states` are in the dtype they are stored in; of an empty window after the last step, the finished latents.
     """
 
-    def begin(self, start: int, step_seeds: Sequence[int], sample_ids: Sequence[str]) -> "NoisyScheduler":
-        """Prepare for one call of the pipeline, with the index of the window's first step and one seed per row."""
-        self.window = range(start, start + self.settings.sde_window_size)
+    def begin(
+        self, start: int, step_seeds: Sequence[int], sample_ids: Sequence[str], kept: slice = slice(None)
+    ) -> "NoisyScheduler":
+        """Prepare for one call of the pipeline, with the index of the window's first step and one seed per row.
+
+        The call makes the steps that are kept, all of them or those before the window or from there on.
+        """
+        self.window, self.kept = range(start, start + self.settings.sde_window_size), kept
         assert not self.window or len(step_seeds) == len(sample_ids), "one seed per row"
         self.sample_ids = tuple(sample_ids)
         # One generator per row: a row's noise does not depend on the rows that are sampled with it.
@@ -198,7 +203,7 @@ class NoisyScheduler(WindowScheduler):
     def _following(self, velocity: Tensor, timestep: Tensor, latents: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.step_index is None:
             # Its place among the timesteps would be read from the device, and the first one is the first.
-            self._step_index = self.begin_index or 0
+            self._step_index = (self.begin_index or 0) + (self.kept.start or 0)
         index: int = self.step_index
         if index in self.window:
             following = self._noisy_step(index, velocity, latents)
@@ -214,7 +219,7 @@ class NoisyScheduler(WindowScheduler):
 
     def _noisy_step(self, index: int, velocity: Tensor, latents: Tensor) -> Tensor:
         stored = stored_dtype(velocity.dtype)
-        if index == 0:
+        if not self.states:
             self.states.append(latents.to(stored))
         if not self.logprobs:
             self._is_rounded = (self.states[0].to(latents.dtype) == latents).all()

@@ -34,6 +34,7 @@ class DenoisingSettings:
         sde_window_size: noisy steps; 0 records the finished latents alone, for matching velocities.
         sde_window_range: steps that a window may cover, the end excluded; never the last step.
         sde_window_every: iterations between two shifts of a sliding window.
+        branch: make the steps before the window once for all samples of a group that start from the same noise.
         logprob_reduction: the log-prob of a step is the mean over the values of its latents, as in every published
             method, or their sum, the true density, whose ratios leave any clip range at once.
     """
@@ -46,6 +47,7 @@ class DenoisingSettings:
     sde_window_size: NonNegativeInt = 2
     sde_window_range: tuple[NonNegativeInt, NonNegativeInt] = (0, 5)
     sde_window_every: PositiveInt = 1
+    branch: bool = False
     logprob_reduction: LogprobReduction = "mean"
 
     def check_window(self) -> None:
@@ -74,6 +76,12 @@ class DenoisingSettings:
         if self.sde_type == "cps" and self.noise_level > 1:
             hint = "cps turns a share sin(noise_level pi / 2) of the noise into new noise; give a level up to 1."
             raise InputError("rollout.noise_level", self.noise_level, hint)
+
+    @property
+    def latest_start(self) -> int:
+        """Index of the first noisy step of the latest window."""
+        begin, end = self.sde_window_range
+        return begin if self.sde_window == "first" else end - self.sde_window_size
 
     def window_start(self, iteration: int, seed: int) -> int:
         """Return the index of the first noisy step: one for all samples of an iteration, from 1, which are compared.

@@ -8,7 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from grpo_core.policies.denoising.component import VAE, DenoisingComponent
+from grpo_core.policies.denoising.component import DenoisingComponent
+from grpo_core.policies.denoising.sampling import VAE
 from grpo_core.policies.diffusers.prompt_cache import PromptCache
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings, SavedPipeline, call_settings
 from grpo_core.policies.trained.model import TrainedModel

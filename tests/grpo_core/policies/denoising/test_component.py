@@ -1,20 +1,23 @@
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import diffusers
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.policies.denoising import rows as images
 from grpo_core.policies.denoising.component import DenoisingComponent
-from grpo_core.policies.denoising.rows import image_of
+from grpo_core.policies.denoising.rows import SampleRows, image_of
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.rollouts.actions import DenoisingBatch, TokenBatch
+from grpo_core.rollouts.images import SourceImage, encode_png
 from grpo_core.rollouts.records import BrokenImage
 from grpo_core.rollouts.streams import ImageSize
 from tests.grpo_core.policies.denoising.test_scheduler import flow_grpo_formula
@@ -29,6 +32,9 @@ from tests.grpo_core.policies.denoising.tiny_pipelines import (
     sampled,
     settings,
 )
+
+SOURCE = SourceImage.of(encode_png(Image.new("RGB", (2, 2))))
+STARTS: tuple[tuple[str, tuple[SourceImage, ...]], ...] = (("a", ()), ("b", ()), ("a", (SOURCE,)))
 
 
 def pixels(images: Sequence[Any]) -> np.ndarray:
@@ -46,6 +52,40 @@ def test_rows_of_one_start_differ_by_the_noise_of_their_steps() -> None:
     assert not torch.equal(states[0, 1], states[1, 1])
     assert logprobs.shape == (4, 2)
     assert len(set(logprobs.flatten().tolist())) == 8
+
+
+def test_steps_before_the_window_are_made_once_for_rows_that_start_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, rows = component("sd3"), list[int]()
+    forward = made.pipeline.transformer.forward
+    monkeypatch.setattr(
+        made.pipeline.transformer, "forward", lambda **given: rows.append(len(given["timestep"])) or forward(**given)
+    )
+    # Two noises of one prompt, and two prompts with one noise.
+    requests = [request("a", 3, group="g"), request("a", 3, group="h"), request("b", 3)]
+    requests[2] = replace(requests[2], noise_seeds=requests[0].noise_seeds)
+    requests = [replace(each, window_start=3) for each in requests]
+    found = []
+    for branch in (False, True):
+        made.settings = replace(made.settings, branch=branch)
+        groups = made.sample(requests, None, size=SIZE, rows_per_call=3)
+        found.append([(group.sampled, pixels(group.images)) for group in groups])
+        # Each counts twice, with and without guidance; three of six steps are before the window.
+        assert sum(rows) == 2 * (3 * 3 * (3 if branch else 6) + 3 * 3 * branch)
+        rows.clear()
+    for (plain, drawn), (branched, also) in zip(*found, strict=True):
+        assert torch.equal(plain.rollout_logprobs, branched.rollout_logprobs)
+        assert torch.equal(torch.stack(plain.actions.states), torch.stack(branched.actions.states))
+        assert np.array_equal(drawn, also)
+
+
+def test_rows_start_alike_with_one_prompt_draft_source_and_noise() -> None:
+    drafted = replace(request("a", 5), noise_seeds=(1, 1, 1, 2, 1))
+    ids = torch.tensor([[4, 5], [4, 6], [4, 5], [4, 5], [4, 5]])
+    mask = torch.ones(5, 2, dtype=torch.bool)
+    mask[4, 1] = False
+    assert SampleRows.of([drafted], TokenBatch(("a",) * 5, ids, mask, 1.0)).first_alike() == [0, 1, 0, 3, 4]
+    others = [replace(request(prompt, 2), noise_seeds=(1, 1), sources=sources) for prompt, sources in STARTS]
+    assert SampleRows.of(others, None).first_alike() == [0, 0, 2, 2, 4, 4]
 
 
 def test_rows_of_one_prompt_share_a_call_where_the_pipeline_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
