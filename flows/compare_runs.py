@@ -14,16 +14,20 @@ from tasks.reports.comparison import Comparison, compare_runs
 from tasks.reports.report import require_page_path, write_page
 from tasks.runs.lookup import find_run
 from tasks.runs.reader import RunReader
-from tasks.runs.run_view import RunSummary, summary_of
+from tasks.runs.run_view import Cost, RunSummary, summary_of
 from tasks.runs.stored_policies import chosen_version
 from tasks.storage.artifacts.store import ArtifactStore
 
 
 class ComparedSummary(RunSummary):
-    """A run of a comparison, with its label there and the policy version whose held-out samples are compared."""
+    """A run of a comparison, with its label there and the policy version whose held-out samples are compared.
+
+    `until_common` is what it took to the held-out reward that all runs reached; None where it means different things.
+    """
 
     label: str
     policy: int | None
+    until_common: Cost | None
 
 
 class CompareSummary(BaseModel):
@@ -64,9 +68,15 @@ def compare(names: Sequence[str], *, root: str, html: Path | None = None, evalua
 
 def summarize(found: Comparison, html: Path | None) -> CompareSummary:
     """Return what `--json` prints, with the path of the page."""
+    reached = found.common_reward
     return CompareSummary(
         runs=[
-            ComparedSummary(**summary_of(run.view).model_dump(), label=run.label, policy=found.versions[run.label])
+            ComparedSummary(
+                **summary_of(run.view).model_dump(),
+                label=run.label,
+                policy=found.versions[run.label],
+                until_common=None if reached is None else run.view.cost_until(reached),
+            )
             for run in found.runs
         ],
         settings={path: list(values) for path, values in found.settings.items()},

@@ -11,7 +11,7 @@ from tasks.reports.compared_runs import PairedDifference
 from tasks.reports.comparison import Comparison
 from tasks.reports.curves import line_plot
 from tasks.reports.groups import TRAITS, varying
-from tasks.reports.report import Cells, Notice, Report, Table, render
+from tasks.reports.report import Cells, Notice, Report, Table, cost_in_words, render
 from tasks.reports.text import change, counted, number, one_line, reward_origin
 from tasks.runs.run_view import summary_of
 
@@ -68,6 +68,7 @@ def shortened(settings: Table) -> Table:
 def run_rows(comparison: Comparison) -> list[Cells]:
     """List what identifies each run, and how far it came."""
     rows, dated = [], any(run.view.starts for run in comparison.runs)
+    reached = comparison.common_reward
     for run in comparison.runs:
         summary, version = summary_of(run.view), comparison.versions[run.label]
         rows.append(
@@ -78,6 +79,12 @@ def run_rows(comparison: Comparison) -> list[Cells]:
                 "held-out reward, before → after": change(summary.heldout_before, summary.heldout_after)
                 + reward_origin(HELDOUT, summary.trained_on),
                 "policy compared": "none" if version is None else f"{version} of {summary.iterations}",
+                **(
+                    {f"until held-out {number(reached)}": cost_in_words(run.view.cost_until(reached))}
+                    if reached is not None
+                    else {}
+                ),
+                "samples / device / second": number(summary.samples_per_device_second),
                 "seconds": f"{summary.seconds['total']:.0f}",
                 **({"started": str(run.view.starts[0]) if run.view.starts else "unknown"} if dated else {}),
             }

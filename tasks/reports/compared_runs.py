@@ -128,6 +128,11 @@ class ComparedRun:
         return reward_mix(self.described)
 
     @property
+    def evaluated_on(self) -> object:
+        """What run.json says of its held-out prompts and seeds; None where it says nothing."""
+        return self.described.get("evaluation")
+
+    @property
     def trained_on(self) -> str | None:
         """The rescoring that a replay was trained on, in words; None where the run's own rewards were."""
         return rescoring_in_words(self.view.config)
@@ -242,8 +247,7 @@ def compared_curves(runs: Sequence[ComparedRun]) -> tuple[list[Curve], list[str]
         else:
             why = "is another mix than that of" if run.mix and first.mix else "may be another mix than that of"
             omissions.append(f"{run.label}: its combined reward {why} {first.label}, so it is not compared")
-        plan = run.described.get("evaluation")
-        if plan is not None and plan == first.described.get("evaluation"):
+        if run.evaluated_on is not None and run.evaluated_on == first.evaluated_on:
             same_prompts.append(run)
         else:
             omissions.append(f"{run.label}: other held-out prompts or seeds than {first.label}, so no held-out curves")

@@ -75,6 +75,14 @@ class Comparison:
     unequal_versions: Sequence[str]
     warnings: Sequence[str]  # damaged and missing files, as sentences
 
+    @property
+    def common_reward(self) -> float | None:
+        """The highest held-out reward that all runs have reached; None where it means different things in them."""
+        first, best = self.runs[0], [max(run.view.heldout_rewards.values(), default=None) for run in self.runs]
+        alike = all(run.mix == first.mix and run.evaluated_on == first.evaluated_on for run in self.runs)
+        known = [each for each in best if each is not None]
+        return min(known) if alike and first.mix is not None and len(known) == len(best) else None
+
 
 def compare_runs(
     readers: Mapping[str, RunReader], versions: Mapping[str, int], evaluation: str | None = None

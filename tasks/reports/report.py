@@ -21,7 +21,7 @@ import fsspec
 from grpo_core.errors import InputError
 from grpo_core.rollouts.messages import shown_prompt
 from tasks.metrics import HELDOUT
-from tasks.reports.text import change, excerpt, in_cell, markdown_table, metric_title, number, signed, visible
+from tasks.reports.text import change, counted, excerpt, in_cell, markdown_table, metric_title, number, signed, visible
 from tasks.storage.files import write_file_atomically
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jinja2.runtime import Context
     from PIL import Image
 
-    from tasks.runs.run_view import RunSummary
+    from tasks.runs.run_view import Cost, RunSummary
     from tasks.runs.signs import Sign
 
 Cells = dict[str, str]  # a row of a table: its cells by heading, in the order of the columns
@@ -106,7 +106,21 @@ def reward_facts(run: "RunSummary") -> list[Fact]:
         (f"{reward}, first → last iteration", change(run.reward_first, run.reward_last)),
         (f"{heldout}, before → after", change(run.heldout_before, run.heldout_after)),
         *((title, number(baselines[name])) for name, title in titles.items() if name in baselines),
+        *([("best held-out reward", best)] if (best := _best(run)) else []),
+        *([("samples / device / second", f"{speed:.3g}")] if (speed := run.samples_per_device_second) else []),
     ]
+
+
+def _best(run: "RunSummary") -> str | None:
+    """Say how high the held-out reward was and what that took; None without training or evaluations."""
+    if run.until_best is None or not run.until_best.seconds:
+        return None
+    return f"{number(run.heldout_best)} after {cost_in_words(run.until_best)}"
+
+
+def cost_in_words(cost: "Cost | None") -> str:
+    """Say how many samples and seconds some iterations took."""
+    return "not reached" if cost is None else f"{counted(cost.samples, 'sample')}, {cost.seconds:.0f} s"
 
 
 def seconds_facts(seconds: Mapping[str, float]) -> list[Fact]:

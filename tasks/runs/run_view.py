@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from grpo_core.rollouts.streams import Stream
-from tasks.metrics import SECONDS
+from tasks.metrics import SAMPLES_PER_SECOND, SECONDS, STEP_TIME
 from tasks.runs.layout import ADVANTAGES, RECOMPUTED, REWARDS, ROLLOUTS, STAGES, STORED, StoredEvaluation
 from tasks.runs.lookup import RunStart
 from tasks.runs.reader import Damage, MovedFiles
@@ -84,6 +84,13 @@ def means_of(scores: Mapping[str, ArtifactRef]) -> dict[str, float]:
     return {label: mean for label, mean in means.items() if mean is not None}
 
 
+class Cost(BaseModel):
+    """Samples of some iterations, and the seconds of all their stages; those that overlapped count in full."""
+
+    samples: int = 0
+    seconds: float = 0.0
+
+
 @dataclass(kw_only=True)
 class RunHistory:
     """The finished iterations and evaluations of a run."""
@@ -141,6 +148,28 @@ class RunHistory:
         }
         by_stage |= {"evaluation": sum(each.seconds for each in self.evaluations)} if self.evaluations else {}
         return {"total": sum(by_stage.values()), **by_stage}
+
+    def cost(self, version: int | None = None) -> Cost:
+        """Return what the iterations have cost that made a policy version, or all; without evaluations."""
+        samples = seconds = 0.0
+        for each in self.iterations:
+            if version is None or each.iteration <= version:
+                found = each.metrics
+                samples += found.get(SAMPLES_PER_SECOND, 0.0) * found.get(f"{SECONDS}{ROLLOUTS}", 0.0)
+                seconds += found.get(STEP_TIME, 0.0)
+        return Cost(samples=round(samples), seconds=seconds)
+
+    def cost_until(self, reward: float) -> Cost | None:
+        """Return what training has cost until an evaluation first had this held-out reward; None if none has it."""
+        return next((self.cost(version) for version, found in self.heldout_rewards.items() if found >= reward), None)
+
+    @property
+    def throughput(self) -> float | None:
+        """Samples per second and device over all stages, as verl-omni counts images; None where nothing was sampled."""
+        placement, cost = self.config.get("placement"), self.cost()
+        devices = placement.get("devices") if isinstance(placement, Mapping) else None
+        count = len(devices) if isinstance(devices, list) else 1
+        return cost.samples / cost.seconds / count if cost.samples and cost.seconds else None
 
     def series(self, metric: str) -> list[tuple[float, float]]:
         """(iteration, value) of a metric, where it was measured."""
@@ -212,6 +241,9 @@ class RunSummary(BaseModel):
     reward_last: float | None
     heldout_before: float | None  # mean held-out reward of the first evaluated policy; None without held-out prompts
     heldout_after: float | None  # mean held-out reward of the last evaluated policy; None where only one was evaluated
+    heldout_best: float | None  # the highest of all evaluations
+    until_best: Cost | None  # what training had cost when it was first reached
+    samples_per_device_second: float | None  # over all stages; None where nothing was sampled
     heldout_baselines: dict[str, float]  # the same for images that no policy made, by their name; empty without targets
     trained_on: str | None  # as in RunHistory
     policy_digest: str | None
@@ -223,6 +255,7 @@ class RunSummary(BaseModel):
 def summary_of(run: RunHistory) -> RunSummary:
     """Summarize a run."""
     rewards, evaluated = run.series("reward"), run.evaluated
+    best = max(run.heldout_rewards.values(), default=None)
     return RunSummary(
         run=run.name,
         iterations=run.policy_version,
@@ -230,6 +263,9 @@ def summary_of(run: RunHistory) -> RunSummary:
         reward_last=rewards[-1][1] if rewards else None,
         heldout_before=evaluated[0].reward if evaluated else None,
         heldout_after=evaluated[-1].reward if len(evaluated) > 1 else None,
+        heldout_best=best,
+        until_best=None if best is None else run.cost_until(best),
+        samples_per_device_second=run.throughput,
         heldout_baselines=dict(run.baselines),
         trained_on=run.trained_on,
         policy_digest=run.policy_digest,

@@ -18,7 +18,7 @@ from flows.training.history import TrainingHistory
 from flows.training.summary import TrainSummary
 from grpo_core.update.settings import PARITY_SHARE
 from tasks.reports.iteration import IterationRecord
-from tasks.runs.run_view import EvaluationView
+from tasks.runs.run_view import Cost, EvaluationView
 from tasks.storage.artifacts.reference import ArtifactRef
 from tests.bench.sick_runs import SICK_RUNS, settings_of
 from tests.flows.conftest import REPOSITORY, Runs, Start
@@ -32,6 +32,9 @@ def summary(**changes: Any) -> TrainSummary:
         "reward_last": 0.75,
         "heldout_before": 0.5,
         "heldout_after": 0.375,
+        "heldout_best": 0.625,
+        "until_best": Cost(samples=1440, seconds=312.4),
+        "samples_per_device_second": 0.30512,
         "heldout_baselines": {"blank": 0.125},
         "trained_on": None,
         "policy_digest": "0123456789abcdef0123",
@@ -57,6 +60,8 @@ def test_rewards_times_and_where_to_look() -> None:
         "reward, first → last iteration": "0.250 → 0.750 (+0.500)",
         "held-out reward, before → after": "0.500 → 0.375 (-0.125)",
         "held-out reward, blank images": "0.125",
+        "best held-out reward": "0.625 after 1,440 samples, 312 s",
+        "samples / device / second": "0.305",
         "seconds, this start": "12.3",
         "seconds, rollouts": "5.0",
         "reused from run other": "2 iterations",

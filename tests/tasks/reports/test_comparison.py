@@ -8,12 +8,13 @@ import pytest
 
 from flows.list_runs import list_runs, write_list_page
 from grpo_core.errors import InputError
-from tasks.reports.compare_page import render_compare_page
+from tasks.reports.compare_page import render_compare_page, run_rows
 from tasks.reports.compared_runs import PairedDifference, Scores, interval, paired_difference
 from tasks.reports.comparison import Comparison, compare_runs
 from tasks.reports.list_page import RunCurves, configurations, over_seeds
 from tasks.reports.text import visible
 from tasks.runs.reader import RunReader
+from tasks.runs.run_view import Cost
 from tests.tasks.reports.made_runs import RunMaker, colour, whole_run
 from tests.tasks.reports.test_run_page import EVIL, check_offline, images
 
@@ -64,6 +65,26 @@ def test_the_same_prompts_and_seeds_are_paired_with_the_first_run(tmp_path: Path
     assert heldout.series["b"] == [(0.0, 0.5), (1.0, 0.75)]
     assert [list(groups) for groups in found.prompts] == [["a", "b", "c"]] * 2
     assert found.prompts[1]["c"].reward == pytest.approx(0.25)
+
+
+def test_what_each_run_took_to_the_reward_that_all_have_reached(tmp_path: Path) -> None:
+    slow = RunMaker(tmp_path, "a", identity=identity(1.0), settings="placement: {devices: [0, 1]}\n")
+    for version, shift in enumerate((0.0, 0.125, 0.375)):
+        if version:
+            slow.iteration(version)
+        slow.evaluation(version, shift=shift, seed=0)
+    quick, other = made(tmp_path, "b", 0.25), made(tmp_path, "c", 0.25, weight=2.0)
+    found = compared(slow, quick)
+    # Eight samples an iteration, whose stages take 4 + 2 + 1 + 3 seconds; two devices.
+    assert found.common_reward == 0.75
+    assert [run.view.cost_until(0.75) for run in found.runs] == [
+        Cost(samples=16, seconds=20.0),
+        Cost(samples=8, seconds=10.0),
+    ]
+    assert [run.view.throughput for run in found.runs] == [pytest.approx(0.4), pytest.approx(0.8)]
+    assert [row["until held-out 0.750"] for row in run_rows(found)] == ["16 samples, 20 s", "8 samples, 10 s"]
+    assert found.runs[1].view.cost_until(0.76) is None
+    assert compared(slow, quick, other).common_reward is None
 
 
 ONE, OTHER = ("a.py:brevity", "1+aa"), ("a.py:warmth", "1+aa")
