@@ -12,6 +12,7 @@ from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rollouts.streams import Stream
+from grpo_core.update.velocity_settings import MAX_MATCHED_STALENESS
 
 MAX_MEAN_RATIO_DISTANCE = 1e-2
 """Largest distance from 1 that a bound of a ratio of mean log-probs may have."""
@@ -146,6 +147,10 @@ def _check_velocity(config: RunConfig, place: str, update: VelocityUpdateSection
     if rollout.shared_noise:
         hint = "Without noisy steps siblings differ by their first noise alone; set it to false."
         yield InputError("rollout.shared_noise", True, hint)
+    if config.run.staleness > MAX_MATCHED_STALENESS:
+        most = f"give at most {MAX_MATCHED_STALENESS}"
+        hint = f"{update.algorithm} has no importance weights for images of older policies; {most}."
+        yield InputError("run.staleness", config.run.staleness, hint)
     levels = update.timesteps_per_image
     if levels is not None and levels > rollout.num_inference_steps:
         hint = f"Images have {rollout.num_inference_steps} noise levels (num_inference_steps); give at most that."

@@ -1,7 +1,7 @@
 """The sections of a configuration about the policy update."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, ValidationInfo, field_validator
@@ -299,6 +299,35 @@ def read_update(stream: Stream, values: Any, context: Any) -> Any:
     if isinstance(values, BaseUpdateSection):
         return values
     return update_section(stream, values).model_validate(values, context=context)
+
+
+def change_algorithm(values: Any, overrides: Sequence[str]) -> None:
+    """Drop from the plain values of a stored configuration what an algorithm named by the overrides does not have.
+
+    All settings are stored, so those at their defaults are dropped too: of the same name they have others there.
+    InputError for an algorithm of denoising that cannot be trained on what another one stores.
+    """
+    for path, _, chosen in (override.partition("=") for override in overrides):
+        *parents, last = path.strip().split(".")
+        update = values
+        for name in parents:
+            update = update.get(name) if isinstance(update, dict) else None
+        if not isinstance(update, dict) or last != "algorithm" or parents[:1] != ["update"]:
+            continue
+        known, wanted = ALGORITHMS["denoising"], chosen.strip()
+        now, was = known.get(wanted), known.get(update.get(last, GRPO))
+        if now in (None, was) or was is None or "denoising" not in (values.get("policy") or {}).get("train", ()):
+            continue
+        if issubclass(was, UpdateSection):
+            hint = "The stored rollouts have no final latents, since noisy steps were trained; leave it out."
+            raise InputError(path.strip(), wanted, hint)
+        if issubclass(now, UpdateSection):
+            hint = "The stored rollouts have final latents and no noisy steps; choose one that matches velocities."
+            raise InputError(path.strip(), wanted, hint)
+        defaults = was().model_dump(mode="json")
+        for name, value in [*update.items()]:
+            if name not in now.model_fields or value == defaults.get(name):
+                del update[name]
 
 
 class StreamUpdatesSection(Section):

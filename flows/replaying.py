@@ -24,6 +24,7 @@ from flows.training.history import TrainingHistory, evaluate_now
 from flows.training.summary import TrainSummary, publish_summary, summarize
 from grpo_core.errors import InputError, raise_all
 from grpo_core.rollouts.streams import Stream
+from grpo_core.update.velocity_settings import MAX_MATCHED_STALENESS, VelocitySettings
 from tasks.advantages.compute_advantages import copy_advantages_task
 from tasks.progress import log
 from tasks.reports.text import counted
@@ -78,7 +79,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
             *_reward_problems(request, previous, config),
             *_advantages_problems(request, previous, config, advantages, recompute=recompute),
             *correction_problems(request.overrides, config),
-            *_staleness_problems(request, version, iterations),
+            *_staleness_problems(request, version, iterations, config),
             *_states_problems(store, iterations),
         ]
     )
@@ -177,8 +178,13 @@ def _states_problems(store: ArtifactStore, iterations: Sequence[StoredIteration]
 
 
 def _staleness_problems(
-    request: ReplayRequest, start: int, iterations: Sequence[StoredIteration]
+    request: ReplayRequest, start: int, iterations: Sequence[StoredIteration], config: RunConfig
 ) -> Iterator[InputError]:
+    matched = [each.algorithm for each in config.updates.values() if isinstance(each, VelocitySettings)]
+    if matched and request.max_staleness > MAX_MATCHED_STALENESS:
+        most = f"give at most {MAX_MATCHED_STALENESS}"
+        hint = f"{matched[0]} has no importance weights for images of older policies; {most}."
+        yield InputError("--max-staleness", request.max_staleness, hint)
     for version, iteration in enumerate(iterations, start=start):
         needed = iteration.staleness(version)
         if needed <= request.max_staleness:

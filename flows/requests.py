@@ -14,7 +14,6 @@ from configs.policy_name import FORM, PolicyName
 from configs.validation import RUN_NAME_PATTERN, Name, Section
 from grpo_core.errors import InputError, raise_all
 from grpo_core.pipeline_files import PolicyKind
-from grpo_core.rollouts.streams import STREAMS
 
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="KEY=VALUE")]
 Root = Annotated[
@@ -47,10 +46,6 @@ _FIXED_IN_REPLAYS = {
     "run.iterations": "A replay makes one update for each of the source's --iterations.",
     "policy.kind": "The stored rollouts are of the source's model; leave it out.",
     "policy.train": "The stored rollouts are of the source's streams; leave it out.",
-    **{
-        f"update.{name}": "The stored rollouts are of the source's algorithm; leave it out."
-        for name in ("algorithm", *(f"{stream}.algorithm" for stream in STREAMS))
-    },
 }
 
 # The evaluation of a policy does not depend on any other section of its run.

@@ -24,6 +24,7 @@ from grpo_core.seeds import derive_seed
 from grpo_core.update.optimizer import refuse_unavailable
 from grpo_core.update.optimizer_kinds import OPTIMIZERS
 from grpo_core.update.settings import StepSettings
+from grpo_core.update.velocity_settings import VelocitySettings
 from tasks.models.devices import refuse_missing_devices, torch_device
 from tasks.models.initial import initial_digest, local_source, training_choices
 from tasks.models.resident import ModelSpec
@@ -41,6 +42,8 @@ def check_model(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]
         family.refuse_unusable(source_of(config), config.rollout)
         _refuse_evaluation(config)
         _refuse_quantization(config)
+        if any(isinstance(each, VelocitySettings) and not each.with_reference for each in config.updates.values()):
+            family.refuse_without_pull(source_of(config), config.rollout)
     except InputError as error:
         yield error
         return

@@ -195,6 +195,10 @@ class PolicyFamily(ABC):
     def refuse_unusable(self, model: str, settings: Any) -> None:
         """Raise InputError if the model or these settings cannot be used; only local files are read."""
 
+    def refuse_without_pull(self, model: str, settings: Any) -> None:
+        """Raise InputError for a model whose velocities cannot be matched without a pull to the reference."""
+        return
+
     def is_tried(self, model: str) -> bool:
         """Return whether this project's tests try models like this one; its configuration is on this machine."""
         return True

@@ -12,6 +12,9 @@ from grpo_core.settings import check_fields
 from grpo_core.update.settings import StepSettings
 
 VelocityMethod = Literal["nft", "awm", "v_grpo", "ram"]
+MAX_MATCHED_STALENESS = 16
+"""Versions between an image's policy and the trained one: in two dimensions, images of 16 versions before cost neither
+reward nor KL, where nothing corrects for them (docs/algorithm.md)."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class VelocitySettings(StepSettings):
     def row(self) -> VelocityRow:
         """The loss of a noised image."""
         raise NotImplementedError
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What a run with these settings has to expect."""
+        return () if self.with_reference else ("kl_coef 0: nothing stops the policy when the reward no longer rises",)
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,12 @@ class RamSettings(VelocitySettings):
 
     reward_multiplier: PositiveFloat = 1.0
     kl_coef: NonNegativeFloat = 1.0
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """Also that it breaks late."""
+        late = f"reward_multiplier {self.reward_multiplier:g}: in long runs outlying images win; awm does not have this"
+        return (*super().cautions, late)
 
     @property
     def row(self) -> SignedRow:

@@ -8,6 +8,7 @@ from typing import Any
 
 from configs.loader import as_config
 from configs.schema import RunConfig
+from configs.training import change_algorithm
 from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError, raise_all
 from tasks.prompts.files import find_input, nearest_names
@@ -46,6 +47,7 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
         own, local = str(storage.get("root")), is_local(store.filesystem)
         if Path(own).absolute() != Path(store.root) if local else own.rstrip("/") != store.url:
             storage["root"] = os.path.relpath(store.root) if local else store.url
+    change_algorithm(values, overrides)
     return as_config(values, overrides)
 
 

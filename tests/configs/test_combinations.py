@@ -196,6 +196,22 @@ REFUSED: dict[str, list[str | tuple[str, str, object]]] = {
         ]
     ),
     "decoder nft": of_images,
+    "pipeline awm": [
+        "!rollout.sde_window_size=2",
+        "!rollout.noise_level=0.5",
+        "!run.staleness=17",
+        ("rollout.logprob_reduction=sum", "rollout.logprob_reduction", "sum"),
+        ("update.nft_beta=1.0", "update.nft_beta", "nft_beta"),
+        ("update.clip_range_high=1e-4", "update.clip_range_high", "clip_range_high"),
+        "!update.clip_range=1.0",
+        "!update.error_power=1.5",
+    ],
+    "pipeline ram": [
+        ("update.clip_range=1e-4", "update.clip_range", "clip_range"),
+        ("update.advantage_clip=1.0", "update.advantage_clip", "advantage_clip"),
+        "!update.reward_multiplier=0.0",
+        "!advantages.kl_coef=0.1",
+    ],
     "both nft": [
         "!rollout.shared_noise=true",
         ("update.denoising.clip_range=1e-4", "update.denoising.clip_range", "clip_range"),
@@ -249,7 +265,9 @@ ALLOWED: dict[str, list[str]] = {
     ],
     "pipeline nft": ["update.timesteps_per_image=10"],
     "decoder nft": [],
-    "both nft": [],
+    "pipeline awm": ["update.clip_range=1e-4; update.kl_coef=0.3; run.staleness=16"],
+    "pipeline ram": ["update.kl_coef=0.0"],
+    "both nft": ["update.denoising={algorithm: v_grpo, clip_range: 0.1}"],
 }
 
 

@@ -10,10 +10,17 @@ import pytest
 import yaml
 
 import configs
-from configs.loader import check_config, read_config
+from configs.loader import as_config, check_config, read_config
 from configs.schema import ReplaySection, RunConfig, as_replay, changed_settings, run_identity
 from configs.scoring import RewardSection
-from configs.training import DenoisingUpdateSection, NftUpdateSection, ParitySection, UpdateSection
+from configs.training import (
+    AwmUpdateSection,
+    DenoisingUpdateSection,
+    NftUpdateSection,
+    ParitySection,
+    UpdateSection,
+    change_algorithm,
+)
 from configs.yaml_files import parse_yaml
 from grpo_core.errors import InputError
 from grpo_core.parity import ParityTolerance
@@ -41,6 +48,8 @@ BASES: dict[str, dict[str, Any]] = {
     "engine": {**_TEXT, "rollout": {**_TEXT["rollout"], **_SERVED}},  # type: ignore[dict-item]
     "decoder nft": {"policy": {"model": "m", "train": ["denoising"]}, "rollout": _NFT_ROLLOUT, "update": _NFT},
     "pipeline nft": {**_PIPELINE, "rollout": {**_NFT_ROLLOUT, "guidance_scale": 4.5}, "update": _NFT},
+    "pipeline awm": {**_PIPELINE, "rollout": {**_NFT_ROLLOUT, "guidance_scale": 1.0}, "update": {"algorithm": "awm"}},
+    "pipeline ram": {**_PIPELINE, "rollout": {**_NFT_ROLLOUT, "guidance_scale": 1.0}, "update": {"algorithm": "ram"}},
     "both nft": {
         "policy": _BOTH,
         "rollout": {**_NFT_ROLLOUT, "images_per_sample": 5},
@@ -232,6 +241,25 @@ def test_diffusion_nft_records_finished_images_alone(base: str) -> None:
     assert config.updates["denoising"].corrected(ReplaySection.model_fields["correction"].default) == config.update
     assert run_identity(config)["update"]["algorithm"] == "nft"
     assert configured("pipeline", "update.algorithm=grpo") == configured("pipeline")
+
+
+@pytest.mark.parametrize(("base", "place"), [("pipeline nft", "update"), ("both nft", "update.denoising")])
+def test_a_stored_configuration_takes_another_algorithm_with_its_own_defaults(base: str, place: str) -> None:
+    values = configured(base, f"{place}={{algorithm: nft, learning_rate: 0.01, advantage_clip: 5.0}}").model_dump(
+        mode="json"
+    )
+    overrides = [f"{place}.algorithm=awm", f"{place}.epochs=2"]
+    change_algorithm(values, overrides)
+    update = as_config(values, overrides).updates["denoising"]
+    assert isinstance(update, AwmUpdateSection)
+    assert (update.learning_rate, update.epochs, update.advantage_clip) == (0.01, 2, 1.0)
+
+
+@pytest.mark.parametrize(("base", "wanted"), [("pipeline", "awm"), ("decoder", "nft"), ("pipeline nft", "grpo")])
+def test_an_algorithm_is_refused_whose_rollouts_have_something_else(base: str, wanted: str) -> None:
+    with pytest.raises(InputError) as refused:
+        change_algorithm(configured(base).model_dump(mode="json"), [f"update.algorithm={wanted}"])
+    assert (refused.value.place, refused.value.value) == ("update.algorithm", wanted)
 
 
 def test_of_both_parts_the_decoder_can_be_trained_by_diffusion_nft() -> None:

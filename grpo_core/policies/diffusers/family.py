@@ -111,6 +111,16 @@ class DiffusersFamily(PolicyFamily):
 
             absent_parts(model, saved)
 
+    def refuse_without_pull(self, model: str, settings: DiffusersSettings) -> None:
+        """Raise InputError for embedded guidance: the images do not lead back to the guided velocity that made them."""
+        saved = read_saved_pipeline(model)
+        if saved is not None and saved.embeds_guidance and settings.guidance_scale > 1:
+            hint = (
+                "Distilled guidance makes images whose mean velocity is another than the model's, so matching drifts; "
+                "set it to 1, or the update's kl_coef above 0."
+            )
+            raise InputError("rollout.guidance_scale", settings.guidance_scale, hint)
+
     def is_tried(self, model: str) -> bool:
         """Return whether this project's tests try pipelines of its class."""
         saved = read_saved_pipeline(model)
@@ -159,7 +169,7 @@ class DiffusersFamily(PolicyFamily):
             positions += sources.area(largest) // (saved.pixel_unit or 16) ** 2
         trained = self.train("denoising", transformer, choices["denoising"], model)
         guided = passes_per_step(saved, settings)
-        # Without noisy steps a microbatch has rows at one noise level each (DiffusionNFT).
+        # Without noisy steps a microbatch has rows at one noise level each.
         steps = max(1, settings.sde_window_size)
         encodes: frozenset[Phase] = frozenset({"encoding"})
         denoises: frozenset[Phase] = frozenset({"decoding", "denoising update"})

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.loader import read_config
+from flows.preflight.inputs import check_inputs
 from tests.flows.preflight.test_inputs import only, refused
 from tests.grpo_core.policies.diffusers.tiny_pipelines import save
 
@@ -66,6 +68,16 @@ class TestPipelines:
     )
     def test_settings_that_one_has_no_use_for(self, tmp_path: Path, override: str, place: str, value: str) -> None:
         only(refused(tmp_path, override, config=pipeline_run(tmp_path)), place, value)
+
+    def test_embedded_guidance_is_matched_with_a_pull_alone(self, tmp_path: Path) -> None:
+        config = pipeline_run(tmp_path)
+        save("flux", tmp_path / "model")
+        matching = ("rollout.sde_window_size=0", "rollout.shared_noise=false", "update.kl_coef=0")
+        only(refused(tmp_path, *matching, "update.algorithm=ram", config=config), "rollout.guidance_scale", 3.5)
+        pulled = (*matching[:2], "update.algorithm=awm", "update.kl_coef=0.1")
+        check_inputs(read_config(config, [f"storage.root={tmp_path}/runs", *pulled]))
+        plain = (*matching, "update.algorithm=awm", "rollout.guidance_scale=1.0")
+        check_inputs(read_config(config, [f"storage.root={tmp_path}/runs", *plain]))
 
     def test_guidance_that_only_held_out_images_have(self, tmp_path: Path) -> None:
         schnell = pipeline_run(tmp_path)

@@ -67,11 +67,9 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str, object]] = [
     ((), {"name": "run"}, "--run", "run"),
     *(
         ((override,), {}, "--set", override)
-        for override in (
-            *("data.limit=3", "storage.root=elsewhere", "run.iterations=3", "policy.kind=diffusers"),
-            *("update.algorithm=nft", "update.tokens.algorithm=nft"),
-        )
+        for override in (*("data.limit=3", "storage.root=elsewhere", "run.iterations=3", "policy.kind=diffusers"),)
     ),
+    (("update.algorithm=nft",), {}, "update.algorithm", "nft"),
     (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "none"),
     (("update.learning_rat=1",), {}, "update.learning_rat", "learning_rat"),
     (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "p"),

@@ -1,5 +1,7 @@
-"""An update by DiffusionNFT against a plain loop over every image and noise level, in fp64 on a linear velocity."""
+"""Updates by matched velocities against a plain loop over every image and noise level, in fp64 on a linear velocity."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +19,7 @@ from grpo_core.update import velocity_update
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings
 from grpo_core.update.step import UpdateResult
-from grpo_core.update.velocity_settings import NftSettings
+from grpo_core.update.velocity_settings import AwmSettings, NftSettings, RamSettings, VelocitySettings, VGrpoSettings
 from grpo_core.update.velocity_update import ForwardProcess, NftStepMetrics, update_by_velocity
 from tests.grpo_core.toy_policy import training_rows
 
@@ -56,12 +58,15 @@ class LinearComponent:
         default_factory=lambda: train_model(Linear(), TrainingChoice(None, reference="device"), base_name="linear")
     )
     passes: list[Pass] = field(default_factory=list)
+    compared: int = 0  # rows computed without gradients
 
     def velocities(self, actions: DenoisingBatch) -> Tensor:
         latents = torch.stack([states[0] for states in actions.states])
         if torch.is_grad_enabled():
             rows = list(zip(actions.prompts, actions.first_steps, latents, strict=True))
             self.passes.append(Pass(self.weight.detach().clone(), rows))
+        else:
+            self.compared += len(latents)
         velocity: Tensor = self.trained.model(latents, SIGMAS[list(actions.first_steps)])
         return velocity
 
@@ -105,7 +110,7 @@ def changed(rows: TrainingRows, **actions: Any) -> TrainingRows:
 
 
 def trained(
-    component: LinearComponent, rows: TrainingRows, settings: NftSettings = SETTINGS, seed: int = 0, **options: Any
+    component: LinearComponent, rows: TrainingRows, settings: VelocitySettings = SETTINGS, seed: int = 0, **options: Any
 ) -> UpdateResult:
     optimizer = PolicyOptimizer(component.trainable_parameters(), OptimizerSettings(0.05))
     acting: Any = component
@@ -175,6 +180,102 @@ def test_loss_and_gradient_of_each_minibatch_are_those_of_a_plain_loop(
     assert len(images) == 1 or not torch.equal(component.passes[3].weight, component.passes[0].weight)
     assert ("old" in component.trained.copies) == kept_before
     assert len(exchanged) == (sum(-(-each // 2) for each in images) if kl else 0)
+
+
+def by_error(power: float, bound: float) -> Callable[[Tensor, Tensor, float, float], Tensor]:
+    """AWM's loss, or RAM's."""
+
+    def loss(velocity: Tensor, target: Tensor, sigma: float, advantage: float) -> Tensor:
+        error = ((velocity - target) ** 2).mean() + 1e-10
+        level = sigma if power < 1 else 1.0
+        return max(-bound, min(bound, advantage)) * level / power * (error**power - 1e-10**power)
+
+    return loss
+
+
+def by_size(velocity: Tensor, target: Tensor, sigma: float, advantage: float) -> Tensor:
+    """V-GRPO's loss."""
+    size = (velocity - target).detach().abs().mean()
+    return 3 * math.tanh(advantage / 3) * sigma * ((velocity - target) ** 2).mean() / size
+
+
+@pytest.mark.parametrize(
+    ("settings", "row_loss"),
+    [
+        (AwmSettings(), by_error(0.25, 1.0)),
+        (VGrpoSettings(kl_coef=0.3), by_size),
+        (RamSettings(), by_error(1.0, 99.0)),
+    ],
+    ids=["awm", "v_grpo", "ram"],
+)
+def test_signed_losses_and_gradients_are_those_of_a_plain_loop(
+    settings: VelocitySettings, row_loss: Callable[[Tensor, Tensor, float, float], Tensor]
+) -> None:
+    component, rows = LinearComponent(), rows_of(ADVANTAGES)
+    reference = component.weight.detach().clone()
+    with torch.no_grad():
+        component.weight.add_(0.3)
+    settings = replace(settings, micro_batch_size=4, max_grad_norm=1e9, minibatch_size=3)
+    result = trained(component, rows, settings)
+    for passes, step in zip((component.passes[:3], component.passes[3:]), result.steps, strict=True):
+        weight, total = passes[0].weight.requires_grad_(), torch.zeros((), dtype=torch.float64)
+        asked = [row for each in passes for row in each.rows]
+        for prompt, level, noised in asked:
+            image, sigma = images_of(rows).states[int(prompt)][0], float(SIGMAS[level])
+            seen = torch.cat([noised, torch.tensor([sigma], dtype=torch.float64)])
+            velocity, target = weight @ seen, (noised - image) / sigma
+            total = total + row_loss(velocity, target, sigma, float(rows.advantages[int(prompt)]))
+            total = total + settings.kl_coef * ((velocity - reference @ seen) ** 2).mean()
+        assert step.loss == pytest.approx(total.item() / len(asked), rel=1e-9)
+    (expected,) = torch.autograd.grad(total / len(asked), weight)
+    torch.testing.assert_close(gradient_of(component), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "policies"),
+    [
+        (NftSettings(), (0, 1)),
+        (NftSettings(kl_coef=0.1), (1, 2)),
+        (AwmSettings(), (0, 0)),
+        (AwmSettings(kl_coef=0.1), (1, 1)),
+        (AwmSettings(clip_range=0.1), (0, 1)),
+        (VGrpoSettings(), (0, 0)),
+        (VGrpoSettings(clip_range=0.1, kl_coef=0.1), (1, 2)),
+        (RamSettings(), (1, 1)),
+        (RamSettings(kl_coef=0.0), (0, 0)),
+    ],
+)
+def test_a_method_computes_the_policies_that_it_compares_with_and_no_other(
+    settings: VelocitySettings, policies: tuple[int, int]
+) -> None:
+    """The policy before the update is another from the second optimizer step on; 3 and 2 images at four levels."""
+    component, rows = LinearComponent(), rows_of(ADVANTAGES)
+    trained(component, rows, replace(settings, minibatch_size=3, micro_batch_size=4))
+    assert component.compared == 4 * (3 * policies[0] + 2 * policies[1])
+    assert sum(len(each.rows) for each in component.passes) == 4 * 5
+    assert "old" not in component.trained.copies
+
+
+@pytest.mark.parametrize("settings", [AwmSettings(), VGrpoSettings(), RamSettings(), VGrpoSettings(clip_range=0.1)])
+def test_images_whose_siblings_have_the_same_reward_change_nothing(settings: VelocitySettings) -> None:
+    component = LinearComponent()
+    start = component.weight.detach().clone()
+    trained(component, rows_of([0.0] * 4), replace(settings, minibatch_size=2))
+    assert torch.equal(component.weight, start)
+
+
+def test_images_of_a_prompt_can_share_their_noise() -> None:
+    component = LinearComponent()
+    rows = changed(rows_of([1.0] * 4), prompts=("0", "1") * 2)
+    trained(component, rows, replace(SETTINGS, shared_noise=True, micro_batch_size=16))
+    noise: dict[tuple[str, int], list[Tensor]] = {}
+    # Of a prompt and a level, rows follow one another.
+    for prompt, step, latents in component.passes[0].rows:
+        found = noise.setdefault((prompt, step), [])
+        image = images_of(rows).states[int(prompt) + 2 * len(found)][0]
+        found.append((latents - (1 - SIGMAS[step]) * image) / SIGMAS[step])
+    assert all(len(pair) == 2 and torch.allclose(*pair, atol=1e-12) for pair in noise.values())
+    assert len(torch.stack([pair[0] for pair in noise.values()]).round(decimals=9).unique(dim=0)) == 2 * len(SIGMAS)
 
 
 def test_images_are_seen_at_every_level_with_noise_of_their_own() -> None:
