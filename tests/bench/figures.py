@@ -1,13 +1,13 @@
 """`make figures`: what README.md and docs/ show of runs, made again: outputs, tables and pictures.
 
-The trainings of docs/performance.md run with each seed, here and in TRL, and with two engines (`make test-engines`
-installs the server), and their tables replace what stands between `<!-- results: NAME -->` and `<!-- end -->`.
-README.md and docs/tutorial.md run from their first block to their last in a folder of their own, as a person would in a
-new checkout. There, what stands between `<!-- output: last 9 -->` and `<!-- end -->` becomes the last (or first) nine
-lines that the block above prints, without those that have a word (`last 9 without seconds`, which leaves out the times
-of progress lines too); `<!-- picture: NAME from PATH at WIDTHxHEIGHT -->` makes docs/NAME from an image or a page of
-that folder; and what stands between `<!-- made: begin -->` and `<!-- made: end -->` says when, where and from which
-commit.
+The trainings of docs/performance.md run with each seed, here and in TRL, that of a released model once (it needs the
+hub or `make smollm2`), and with two engines (`make test-engines` installs the server), and their tables replace what
+stands between `<!-- results: NAME -->` and `<!-- end -->`. README.md and docs/tutorial.md run from their first block to
+their last in a folder of their own, as a person would in a new checkout. There, what stands between `<!-- output: last
+9 -->` and `<!-- end -->` becomes the last (or first) nine lines that the block above prints, without those that have a
+word (`last 9 without seconds`, which leaves out the times of progress lines too); `<!-- picture: NAME from PATH at
+WIDTHxHEIGHT -->` makes docs/NAME from an image or a page of that folder; and what stands between `<!-- made: begin -->`
+and `<!-- made: end -->` says when, where and from which commit.
 """
 
 import importlib
@@ -26,7 +26,7 @@ import polars as pl
 from tasks.process import CHECKOUT
 from tasks.reports.text import markdown_table
 from tests.bench import make_parts
-from tests.bench.page import place_of, this_machine
+from tests.bench.page import place_of, this_machine, write_results
 from tests.chromium import PROGRAM, opened_tab
 from tests.pages import blocks, prepare, run
 
@@ -51,6 +51,7 @@ CONTACT_SHEETS = {"tiny_sd3": "contact_sheet_sd3.png"}
 """Configuration -> the picture in docs/ of its held-out samples before and after training with the first seed."""
 MADE_BY = {
     "tiny_text": "tests.bench.curves",
+    "smollm2_sums": "tests.bench.sums",
     "grounding": "tests.bench.curves",
     "grounding_two": "tests.bench.curves",
     "engines": "tests.bench.engines",
@@ -63,7 +64,6 @@ ONLY_NAMED = ("engines",)
 DRAWN = ("sick_runs", "pictures")
 """Modules that make no table: the plots of docs/is_it_learning.md, and what runs show in a browser."""
 PARTS = (*PAGES, *TRAININGS, *MADE_BY, *DRAWN)
-_END = "<!-- end -->\n"
 _OUTPUT = re.compile(r"\n*(?P<mark><!-- output: (first|last) (\d+)(?: without (\w+))? -->)\n(?:.*\n)*?<!-- end -->\n")
 _PICTURE = re.compile(r"<!-- picture: (\S+) from (\S+?)(?: at (\d+)x(\d+))? -->")
 _TIMES = re.compile(r", [\d.]+ s(, about [\d:]+ left)?$")
@@ -124,15 +124,6 @@ def _worse(samples: pl.DataFrame, value: str) -> list[str]:
     )
     fallen = sorted((after[prompt] - before[prompt], prompt) for prompt in before if after[prompt] < before[prompt])
     return [f"{prompt} ({before[prompt]:.3f} to {after[prompt]:.3f})" for _, prompt in fallen]
-
-
-def write_results(name: str, lines: Sequence[str]) -> None:
-    """Replace a table of docs/."""
-    mark = f"<!-- results: {name} -->\n"
-    page = next(each for each in DOCS.glob("*.md") if mark in each.read_text(encoding="utf-8"))
-    before, _, rest = page.read_text(encoding="utf-8").partition(mark)
-    inside = "\n".join(lines)
-    page.write_text(f"{before}{mark}{inside}\n{_END}{rest.partition(_END)[2]}", encoding="utf-8")
 
 
 def make_page(page: Path, commit: str | None) -> None:

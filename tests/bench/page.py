@@ -192,6 +192,16 @@ def store(name: str, measured: Measured) -> None:
     PAGE.write_text(f"{before}{BEGIN}\n{tables(figures)}\n{END}{rest.partition(END)[2]}")
 
 
+def write_results(name: str, lines: Sequence[str]) -> None:
+    """Replace a table of README.md or docs/, between `<!-- results: NAME -->` and `<!-- end -->`."""
+    mark, end = f"<!-- results: {name} -->\n", "<!-- end -->\n"
+    pages = (CHECKOUT / "README.md", *PAGE.parent.glob("*.md"))
+    page = next(each for each in pages if mark in each.read_text(encoding="utf-8"))
+    before, _, rest = page.read_text(encoding="utf-8").partition(mark)
+    inside = "\n".join(lines)
+    page.write_text(f"{before}{mark}{inside}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
 def read_figures() -> dict[str, Measured]:
     """Return the stored figures of each part."""
     return _FILE.validate_json(FIGURES.read_bytes())

@@ -73,9 +73,9 @@ SHIPPED = ("tiny_text", "tiny_grounding")
 
 
 def measure() -> Iterator[Row]:
-    """SmolLM2-135M-Instruct: an update beside whole rows and TRL's, an iteration beside TRL; updates of tiny models.
+    """Prompts computed once a group, with SmolLM2-135M-Instruct and tiny models, in CPU seconds.
 
-    CPU seconds of one thread, in turn. `make smollm2` makes the model where the hub cannot be reached.
+    One thread each, in turn. `make smollm2` makes the model where the hub cannot be reached.
     """
     if not (MODEL / "config.json").exists():
         yield Row(what="released model", unit="s", ours=(), left_out=f"no {MODEL.name}; `make smollm2` makes it")

@@ -10,7 +10,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tasks.runs.run_view import RunView
 
 CONFIG, FIGURES = "configs/tiny_text.yaml", Path("docs")
 ITERATIONS = 16
@@ -155,7 +158,27 @@ def main(names: Sequence[str] = ()) -> None:
             (FIGURES / f"sick_{name}.png").write_bytes(_draw(run, *histories))
 
 
-def _draw(run: SickRun, healthy: Any, sick: Any) -> bytes:
+def _draw(run: SickRun, healthy: "RunView", sick: "RunView") -> bytes:
+    named = ", ".join(f"{sign.name} (iteration {sign.iteration})" for sign in sick.signs)
+    lines = {"healthy": (healthy, "#2563eb"), "sick": (sick, "#c2410c")}
+    title = run.title[0].upper() + run.title[1:]
+    note, dashed = f"over iterations; dashed: {named}", [sign.iteration for sign in sick.signs]
+    return draw_panels(title, note, run.plotted, lines, dashed)
+
+
+def draw_panels(
+    title: str,
+    note: str,
+    metrics: Sequence[str],
+    lines: Mapping[str, tuple["RunView", str]],
+    dashed: Sequence[int] = (),
+) -> bytes:
+    """Plot metrics of runs side by side, as a PNG.
+
+    Args:
+        lines: label -> a run and its colour.
+        dashed: iterations with a vertical line.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
     from PIL import Image
@@ -164,7 +187,7 @@ def _draw(run: SickRun, healthy: Any, sick: Any) -> bytes:
 
     soft, line = "#5b6470", "#dfe3e8"
     figure = Figure(figsize=(10.5, 2.9), dpi=110, layout="constrained", facecolor="white")
-    for axes, metric in zip(figure.subplots(1, len(run.plotted)), run.plotted, strict=True):
+    for axes, metric in zip(figure.subplots(1, len(metrics)), metrics, strict=True):
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color(line)
         axes.tick_params(colors=soft, labelsize=9, length=3)
@@ -172,16 +195,16 @@ def _draw(run: SickRun, healthy: Any, sick: Any) -> bytes:
         axes.margins(x=0.02, y=0.1)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
         axes.set_title(metric_title(metric, "completion")[0], fontsize=10, loc="left")
-        for label, history, colour in (("healthy", healthy, "#2563eb"), ("sick", sick, "#c2410c")):
+        for label, (history, colour) in lines.items():
             points = history.heldout_series() if metric == "heldout_reward" else history.series(metric)
-            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.8, label=label)
-        for sign in sick.signs:
-            axes.axvline(sign.iteration, color=soft, linewidth=1, linestyle="--")
-    figure.axes[-1].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, labelcolor="linecolor")
-    named = ", ".join(f"{sign.name} (iteration {sign.iteration})" for sign in sick.signs)
-    title = run.title[0].upper() + run.title[1:]
+            axes.plot(*zip(*points, strict=True), color=colour, linewidth=1.8, marker=".", label=label)
+        for iteration in dashed:
+            axes.axvline(iteration, color=soft, linewidth=1, linestyle="--")
+    if len(lines) > 1:
+        at = figure.axes[-1]
+        at.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=9, labelcolor="linecolor")
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
-    figure.supxlabel(f"over iterations; dashed: {named}", x=0.012, ha="left", fontsize=9, color=soft)
+    figure.supxlabel(note, x=0.012, ha="left", fontsize=9, color=soft)
     drawn, written = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png")
     Image.open(drawn).convert("RGB").quantize(64).save(written, "PNG", optimize=True)
