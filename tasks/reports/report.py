@@ -102,12 +102,17 @@ def reward_facts(run: "RunSummary") -> list[Fact]:
     titles = {"blank": "held-out reward, blank images", "target": "held-out reward, the targets"}
     baselines = run.heldout_baselines
     reward, heldout = (metric_title(name, trained_on=run.trained_on)[0] for name in ("reward", HELDOUT))
+    speed = run.samples_per_device_second
     return [
         (f"{reward}, first → last iteration", change(run.reward_first, run.reward_last)),
         (f"{heldout}, before → after", change(run.heldout_before, run.heldout_after)),
         *((title, number(baselines[name])) for name, title in titles.items() if name in baselines),
-        *([("best held-out reward", best)] if (best := _best(run)) else []),
-        *([("samples / device / second", f"{speed:.3g}")] if (speed := run.samples_per_device_second) else []),
+        *([("seconds to the best held-out reward", best)] if (best := _best(run)) else []),
+        *(
+            [("throughput, samples / devices / seconds", f"{speed:.3g}")]
+            if (speed := run.samples_per_device_second)
+            else []
+        ),
     ]
 
 
@@ -115,12 +120,12 @@ def _best(run: "RunSummary") -> str | None:
     """Say how high the held-out reward was and what that took; None without training or evaluations."""
     if run.until_best is None or not run.until_best.seconds:
         return None
-    return f"{number(run.heldout_best)} after {cost_in_words(run.until_best)}"
+    return f"{cost_in_words(run.until_best)}: {number(run.heldout_best)}"
 
 
 def cost_in_words(cost: "Cost | None") -> str:
     """Say how many samples and seconds some iterations took."""
-    return "not reached" if cost is None else f"{counted(cost.samples, 'sample')}, {cost.seconds:.0f} s"
+    return "not reached" if cost is None else f"{cost.seconds:.0f} s, {counted(cost.samples, 'sample')}"
 
 
 def seconds_facts(seconds: Mapping[str, float]) -> list[Fact]:

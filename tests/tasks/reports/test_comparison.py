@@ -82,7 +82,7 @@ def test_what_each_run_took_to_the_reward_that_all_have_reached(tmp_path: Path) 
         Cost(samples=8, seconds=10.0),
     ]
     assert [run.view.throughput for run in found.runs] == [pytest.approx(0.4), pytest.approx(0.8)]
-    assert [row["until held-out 0.750"] for row in run_rows(found)] == ["16 samples, 20 s", "8 samples, 10 s"]
+    assert [row["until held-out 0.750"] for row in run_rows(found)] == ["20 s, 16 samples", "10 s, 8 samples"]
     assert found.runs[1].view.cost_until(0.76) is None
     assert compared(slow, quick, other).common_reward is None
 
