@@ -129,12 +129,18 @@ def find_target(uri: str, stores: Sequence["ArtifactStore"], folders: Sequence[s
     """Return where a stored row's target image is; None if it is nowhere that may be read for a table.
 
     A table may be a stranger's: what it names is read in the working directory, beside the storage roots and below
-    `folders`, which the person's own configuration names, and nothing is fetched.
+    `folders`, which the person's own configuration names, and nothing is fetched. Where such a folder was moved, the
+    image is found in it by its name; who reads it compares its digest.
     """
     if "://" in uri or "::" in uri:
         below = any("://" in folder and uri.startswith(f"{folder.rstrip('/')}/") for folder in folders)
         return uri if below and "::" not in uri and ".." not in uri.split("/") else None
     found = find_input(uri, stores)
+    if found is None or not os.path.exists(found):
+        parts = Path(uri).parts
+        names = (os.path.join(*parts[start:]) for start in range(1, len(parts)))
+        moved = (os.path.join(folder, name) for name in names for folder in folders if "://" not in folder)
+        found = next((each for each in moved if os.path.exists(each)), found)
     if found is None:
         return None
     place = os.path.realpath(os.path.expanduser(found))

@@ -158,7 +158,12 @@ class TestTablesOfStrangers:
         assert PromptImages(64, store).target(uri, sha256) is None
         remember(uses_of(config))
         assert PromptImages(64, store).target(uri, sha256) is not None
-        assert PromptImages(64, store).target(f"{folder}/../pictures-2/a.png", sha256) is None
+        assert PromptImages(64, store).target(f"{folder}/../pictures-2/b.png", sha256) is None
+        # The folder was elsewhere when the run was made.
+        assert PromptImages(64, store).target("/before/pictures/a.png", sha256) is not None
+        assert PromptImages(64, store).target("/before/pictures/a.png", "0" * 64) is None
+        (tmp_path / "b.png").write_bytes(content)
+        assert PromptImages(64, store).target("/before/pictures/../b.png", sha256) is None
 
     @pytest.mark.parametrize("digest", ["../../outside/secret", "/etc/hostname", "", "A" * 64])
     def test_a_source_is_named_by_its_digest_alone(self, store: ArtifactStore, digest: str) -> None:
