@@ -1,6 +1,7 @@
 """The flows as functions of a script or a notebook: hooks, a loop that runs already, and errors as exceptions."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -123,3 +124,20 @@ def test_every_example_runs(server: None, tmp_path: Path, monkeypatch: pytest.Mo
     assert names["heldout"].height == 16
     assert names["other"].iterations == 3
     assert names["loss"].requires_grad
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(server: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two iterations."""
+    for name in ("configs", "data"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path / "docs")
+    names: dict[str, Any] = {}
+    cells = json.loads((REPOSITORY / "docs" / "notebook.ipynb").read_text())["cells"]
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]).replace("40", "2"), names)
+    assert names["summary"].iterations == 2
+    assert names["answers"].columns == ["prompt", "policy 0", "policy 2"]
+    assert len(names["axes"].lines) == 4
