@@ -17,6 +17,9 @@ from grpo_core.update.optimizer_kinds import OPTIMIZERS, OptimizerKind, Optimize
 PASSES_SAVED = "old_logprobs/passes_saved"
 """Metric: microbatches whose stored log-probs stood for recomputed ones; 0 where all were recomputed."""
 
+VELOCITY_NORM = "velocity/norm_ratio"
+"""Metric: norm of the velocity over that of the reference's, mean over images and steps."""
+
 PARITY_SHARE = "sampling/sampling_logp_difference/share_of_tolerance"
 """Metric of the parity gate: the larger of its differences over what it allows."""
 

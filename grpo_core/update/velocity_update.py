@@ -25,7 +25,7 @@ from grpo_core.seeds import derive_seed, make_generator
 from grpo_core.transfers import to_host
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import SINGLE_PROCESS, ProcessGroup, share
-from grpo_core.update.settings import minibatches
+from grpo_core.update.settings import VELOCITY_NORM, minibatches
 from grpo_core.update.step import (
     OptimizerStep,
     Progress,
@@ -121,8 +121,17 @@ class ForwardProcess:
 class VelocityStepMetrics(StepMetrics):
     """One optimizer step that matches velocities; means over the images of its minibatch and their noise levels.
 
-    `kl` is the mean square of the distance of the velocity from the reference's.
+    `kl` is the mean square of the distance of the velocity from the reference's, `velocity_norm` its norm over that of
+    the reference's, which training for a reward inflates (NormGuard, arXiv:2606.27771); both None without a reference.
     """
+
+    velocity_norm: float | None
+
+    @classmethod
+    def summarize(cls, steps: Sequence[Any]) -> dict[str, float]:
+        """Return the velocity's norm at the last step, if there is a reference."""
+        norm = steps[-1].velocity_norm
+        return {} if norm is None else {VELOCITY_NORM: norm}
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class NftStepMetrics(VelocityStepMetrics):
     @classmethod
     def summarize(cls, steps: Sequence["NftStepMetrics"]) -> dict[str, float]:
         """Return the errors of the implicit policies and the change of the velocity."""
-        return {
+        return super().summarize(steps) | {
             "nft/positive_error": mean(step.positive_error for step in steps),
             "nft/negative_error": mean(step.negative_error for step in steps),
             "nft/velocity_change": steps[-1].velocity_change,
@@ -161,7 +170,7 @@ class SignedStepMetrics(VelocityStepMetrics):
     @classmethod
     def summarize(cls, steps: Sequence["SignedStepMetrics"]) -> dict[str, float]:
         """Return the error of the velocity, and the clipped share."""
-        return {
+        return super().summarize(steps) | {
             "velocity/error": mean(step.velocity_error for step in steps),
             "velocity/clip_ratio": mean(step.clipped for step in steps),
         }
@@ -176,7 +185,7 @@ METRICS: Mapping[type[VelocityRow], type[VelocityStepMetrics]] = {
 
 @dataclass
 class _Passes:
-    """Sums over this process's noised images, of `count` in all: loss, policy loss, KL, what `metrics` has besides."""
+    """Sums over this process's noised images, of `count` in all: losses, KL, norm, what `metrics` has besides."""
 
     count: int
     metrics: type[VelocityStepMetrics]
@@ -185,11 +194,11 @@ class _Passes:
 
     def __post_init__(self) -> None:
         # A process may have no images.
-        self.sums = torch.zeros(3 + len(self._own), dtype=torch.float64)
+        self.sums = torch.zeros(4 + len(self._own), dtype=torch.float64)
 
     @property
     def _own(self) -> list[str]:
-        common = {each.name for each in fields(StepMetrics)}
+        common = {each.name for each in fields(VelocityStepMetrics)}
         return [each.name for each in fields(self.metrics) if each.name not in common]
 
     def add(self, rows: list[int], finite: Bool[Tensor, " images"], sums: Float[Tensor, " measurements"]) -> None:
@@ -208,13 +217,14 @@ class _Passes:
         self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool
     ) -> VelocityStepMetrics:
         """Return the means over the images of all processes."""
-        loss, policy_loss, kl, *own = (process_group.add(self.sums) / self.count).tolist()
+        loss, policy_loss, kl, norm, *own = (process_group.add(self.sums) / self.count).tolist()
         return self.metrics(
             loss=loss,
             policy_loss=policy_loss,
             grad_norm=made.grad_norm,
             learning_rate=made.learning_rate,
             kl=kl if with_reference else None,
+            velocity_norm=norm if with_reference else None,
             **dict(zip(self._own, own, strict=True)),
         )
 
@@ -317,13 +327,16 @@ def _backward(
     velocity = component.velocities(given.actions)
     old = velocity.detach() if given.old is None else given.old
     terms = velocity_terms(velocity, old, given.noised.to(velocity), settings.row)
-    kl = torch.zeros_like(terms.policy) if given.reference is None else mean_square(velocity - given.reference)
+    kl = norm = torch.zeros_like(terms.policy)
+    if given.reference is not None:
+        kl = mean_square(velocity - given.reference)
+        norm = (mean_square(velocity.detach()) / mean_square(given.reference)).sqrt()
     losses = terms.policy + settings.kl_coef * kl
     loss = losses.sum() / passes.count
     (loss if counts else loss * 0.0).backward()
     if not counts:
         return
-    measured = (losses, terms.policy, kl, *terms.measured)
+    measured = (losses, terms.policy, kl, norm, *terms.measured)
     sums = torch.stack([values.detach().double().sum() for values in measured])
     passes.add([each.row for each in part], losses.isfinite(), sums)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from grpo_core.rollouts.streams import STREAMS, Stream
-from grpo_core.update.settings import PARITY_SHARE
+from grpo_core.update.settings import PARITY_SHARE, VELOCITY_NORM
 
 PAGE = "docs/is_it_learning.md"
 
@@ -32,6 +32,7 @@ NEAR_GATE = 0.8  # share of its tolerance that the parity gate measures, from wh
 _PARITY_MEAN = "sampling/sampling_logp_difference/mean"
 _IN_16_BITS = 5e-4  # a mean difference of tokens, in nats, that the gate lets through in 16 bits alone
 KL_PENALTY = 0.05  # kl_coef x KL from which on it outweighs what advantages of unit variance can gain
+INFLATED = 1.05  # norm of the velocity over the reference's, from which on training for a reward has inflated it
 ROW = 3  # iterations in a row that a condition needs
 RECENT = 5  # iterations over which the clipped share and the KL term are averaged
 FALL = 5.0  # standard errors by which the reward must have fallen below a level that it had
@@ -221,6 +222,13 @@ def _no_pull(measured: _Measured) -> str | None:
     )
 
 
+def _velocity_norm(measured: _Measured) -> str | None:
+    if not measured.holds(VELOCITY_NORM, lambda ratio: ratio >= INFLATED):
+        return None
+    found = f"the velocity's norm is {measured.last(VELOCITY_NORM)[0] - 1:.0%} above the reference's"
+    return f"{found}, as where a reward is hacked: look at the images, and raise {measured.place}.kl_coef"
+
+
 def _matches_velocities(measured: _Measured) -> bool:
     return any(len(measured.last(name, ROW)) == ROW for name in ("velocity/error", "nft/positive_error"))
 
@@ -297,6 +305,7 @@ _RULES: Mapping[str, Callable[[_Measured], str | None]] = {
     "kl": _kl,
     "kl-penalty": _kl_penalty,
     "no-pull": _no_pull,
+    "velocity-norm": _velocity_norm,
     "clipped": _clipped,
     "parity": _near_gate,
     "reward-fell": _reward_fell,

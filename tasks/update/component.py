@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -89,9 +88,8 @@ class ComponentUpdate:
             self.component.save_weights(folder)
             save_file(moments, folder / OPTIMIZER_FILE)
             steps = range(optimizer.steps - len(result.steps) + 1, optimizer.steps + 1)
-            measured = {
-                each.name: [getattr(step, each.name) for step in result.steps] for each in fields(algorithm.metrics)
-            }
+            names = algorithm.steps_schema.names[1:]
+            measured = {name: [getattr(step, name) for step in result.steps] for name in names}
             columns: dict[str, list[Any]] = {"optimizer_step": [*steps], **measured}
             write_table(folder / "update_steps.parquet", algorithm.steps_schema, columns)
         return result, optimizer

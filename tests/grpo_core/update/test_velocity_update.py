@@ -367,6 +367,18 @@ def test_the_same_seed_gives_the_same_weights_to_the_bit() -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.parametrize("settings", [NftSettings(kl_coef=0.1), AwmSettings(kl_coef=0.1)], ids=["nft", "awm"])
+def test_the_norm_is_compared_with_the_reference_s(settings: VelocitySettings) -> None:
+    """The model is linear, so that weights scaled by 1.125 scale every velocity."""
+    component = LinearComponent()
+    with torch.no_grad():
+        component.weight.mul_(1.125)
+    result = trained(component, rows_of(ADVANTAGES), settings)
+    assert result.metrics()["velocity/norm_ratio"] == pytest.approx(1.125)
+    without = trained(component, rows_of(ADVANTAGES), replace(settings, kl_coef=0.0))
+    assert "velocity/norm_ratio" not in without.metrics()
+
+
 def test_metrics_of_the_steps() -> None:
     component = LinearComponent()
     result = trained(component, rows_of(ADVANTAGES), replace(SETTINGS, minibatch_size=3, kl_coef=0.1))

@@ -213,6 +213,15 @@ def test_matched_velocities_without_a_pull_are_named_and_their_pull_is_no_penalt
     assert found(pulled, "denoising") == []
 
 
+def test_a_velocity_that_has_grown_beyond_the_reference_is_named() -> None:
+    norms = (1.06, 1.04, 1.05, 1.06, 1.07)
+    rows = [Row(number, {**HEALTHY, "velocity/norm_ratio": norm}) for number, norm in enumerate(norms, start=1)]
+    (sign,) = find_signs(rows, "denoising")
+    assert (sign.name, sign.iteration) == ("velocity-norm", 5)
+    assert "7% above" in sign.message
+    assert found(rows[:4], "denoising") == []
+
+
 def test_a_reward_at_its_bound_has_risen_by_half_of_its_first_spread() -> None:
     flat = {"frac_reward_zero_std": 1.0, "reward_std": 0.0}
     assert found(history({}, {**flat, "reward": 0.601}, count=3)) == [("reward-at-bound", 4)]
