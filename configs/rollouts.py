@@ -1,5 +1,6 @@
 """The sections `rollout`: how groups are sampled, by policy.kind."""
 
+import operator
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Self
 
@@ -38,6 +39,23 @@ class _GroupsSection(Section):
         return self
 
 
+class KeepSection(Section):
+    """The previews of a prompt whose seeds are trained."""
+
+    best: PositiveInt = Field(description="those with the highest advantages")
+    worst: PositiveInt = Field(description="those with the lowest")
+
+
+class PreviewsSection(Section):
+    """Cheap images of many seeds; some are made again with all steps and trained (Sol-RL, arXiv:2604.06916)."""
+
+    per_prompt: PositiveInt = Field(description="previews of a prompt, each with a seed of its own")
+    steps: PositiveInt = Field(description="denoising steps of a preview, fewer than num_inference_steps")
+    keep: KeepSection | None = Field(
+        None, description="the previews whose seeds are trained, group_size together; null: a half each"
+    )
+
+
 class ImageRolloutSection(_GroupsSection, ImageSettings):
     """How groups of images are sampled, whatever makes them."""
 
@@ -48,9 +66,25 @@ class ImageRolloutSection(_GroupsSection, ImageSettings):
     }
     """Fields about noisy denoising steps."""
 
-    training_settings = _GroupsSection.training_settings | noise_settings
+    training_settings = _GroupsSection.training_settings | noise_settings | {"previews"}
 
     shared_noise: bool = Field(description="siblings start from the same noise")
+    previews: PreviewsSection | None = Field(
+        None,
+        exclude_if=operator.not_,  # runs without previews keep their keys
+        description="cheap images that choose the seeds that are trained; null: none",
+    )
+
+    @property
+    def keep(self) -> KeepSection:
+        """How many of the best and of the worst previews are trained."""
+        assert self.previews is not None
+        return self.previews.keep or KeepSection(best=(self.group_size + 1) // 2, worst=self.group_size // 2)
+
+    def for_previews(self) -> Self:
+        """Return the settings of previews."""
+        assert self.previews is not None
+        return self.model_copy(update={"num_inference_steps": self.previews.steps, "previews": None})
 
     def for_evaluation(self, evaluate: EvaluateSection) -> Self:
         """Return the settings of held-out images, with the steps, guidance and size that the evaluation sets."""
@@ -59,7 +93,8 @@ class ImageRolloutSection(_GroupsSection, ImageSettings):
         sizes = {(each.height, each.width) for each in evaluate.sets}
         if len(sizes) == 1:
             own["height"], own["width"] = sizes.pop()
-        return self.model_copy(update={name: value for name, value in own.items() if value is not None})
+        given = {name: value for name, value in own.items() if value is not None}
+        return self.model_copy(update={**given, "previews": None})
 
 
 class GlmImageRolloutSection(ImageRolloutSection, GlmImageSettings):

@@ -201,6 +201,11 @@ class RunConfig(ByPolicy):
         return self.rollout.images_of_samples(self.streams)
 
     @property
+    def counted_rewards(self) -> tuple[RewardSection, ...]:
+        """The rewards that advantages are made of; the others are only measured."""
+        return tuple(each for each in self.rewards if each.weight or each.role == "gate")
+
+    @property
     def samples_per_iteration(self) -> int:
         """Number of images or texts that an iteration samples."""
         return self.rollout.prompts_per_iteration * sum(self.images_of_samples)

@@ -29,6 +29,7 @@ def stream_contradictions(config: RunConfig) -> Iterator[InputError]:
     yield from _noise(config)
     yield from _negative_prompt(config)
     yield from _images_per_sample(config)
+    yield from _previews(config)
     yield from _evaluation(config)
     for stream, update in config.updates.items():
         place = config.update_path(stream)
@@ -107,6 +108,30 @@ def _images_per_sample(config: RunConfig) -> Iterator[InputError]:
     if rollout.samples_with_images > rollout.group_size:
         hint = f"A prompt has {rollout.group_size} token samples (rollout.group_size); give at most that, such as 1."
         yield InputError("rollout.samples_with_images", rollout.samples_with_images, hint)
+
+
+def _previews(config: RunConfig) -> Iterator[InputError]:
+    rollout, place = config.rollout, "rollout.previews"
+    if not isinstance(rollout, ImageRolloutSection) or rollout.previews is None:
+        return
+    previews, keep, size = rollout.previews, rollout.keep, rollout.group_size
+    if "tokens" in config.streams:
+        hint = "Previews choose among first noises, and tokens do not depend on them; train denoising alone, or leave"
+        yield InputError(place, list(config.streams), f"{hint} it out.")
+        return
+    assert isinstance(rollout, DenoisingSettings), "images are denoised"
+    if previews.steps >= rollout.num_inference_steps:
+        hint = f"Trained images have {rollout.num_inference_steps} steps (rollout.num_inference_steps); give fewer."
+        yield InputError(f"{place}.steps", previews.steps, hint)
+    if keep.best + keep.worst != size:
+        hint = f"best and worst together are rollout.group_size, which is {size}; change one, or leave keep out."
+        yield InputError(f"{place}.keep", keep.model_dump(), hint)
+    if previews.per_prompt < keep.best + keep.worst:
+        hint = f"{keep.best + keep.worst} of them are trained; give more, such as {4 * size}."
+        yield InputError(f"{place}.per_prompt", previews.per_prompt, hint)
+    if rollout.shared_noise:
+        hint = "Previews of one first noise are the same image; set it to false."
+        yield InputError("rollout.shared_noise", True, hint)
 
 
 def _evaluation(config: RunConfig) -> Iterator[InputError]:

@@ -1,7 +1,7 @@
 """Names and prefixes of metrics, and how those of an iteration's stages are pooled over its sampling rounds."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
 from statistics import fmean
 from types import MappingProxyType
@@ -31,6 +31,9 @@ TOKENS, ALL_TOKENS = "tokens", "num_tokens"
 
 COMPLETION_LENGTH, DRAFTS = "completions/mean_length", "completions/token_samples"
 """Mean number of tokens of a token sample; number of token samples, where some have several images."""
+
+RANK_CORRELATION, RANK_CORRELATION_MIN = "previews/rank_correlation", "previews/rank_correlation_min"
+"""Spearman's correlation of previews with the full images, over the previews: mean, and of the lowest prompt."""
 
 RUNNING = "running/"  # prefix of a reward's moments over all iterations so far, which people are not shown
 
@@ -83,15 +86,18 @@ _POOLED: Mapping[str, Callable[[list[float]], float]] = MappingProxyType(
 )
 
 
-def stage_metrics(stages: ByLabel, previous: Mapping[str, float] | None, *, sampling: str) -> dict[str, float]:
+def stage_metrics(
+    stages: ByLabel, previous: Mapping[str, float] | None, *, sampling: str, unshown: Collection[str] = ()
+) -> dict[str, float]:
     """Pool the metrics of each stage over the sampling rounds; add num_tokens, times, speeds and memory.
 
     As in TRL, num_tokens counts tokens of prompts and completions since the start of the run, a prompt once for each of
-    its completions; it is left out after an iteration without it. The speed is that of the stage `sampling`.
+    its completions; it is left out after an iteration without it. The speed is that of the stage `sampling` and of
+    those `unshown`, of which only time and memory count.
     """
     metrics: dict[str, float] = {}
     logged: dict[str, list[float]] = {}
-    for rounds in stages.values():
+    for rounds in (rounds for (stage, _), rounds in stages.items() if stage not in unshown):
         for name, value in pool_rounds(rounds).items():
             if name.startswith(LOGGED):
                 logged.setdefault(name.removeprefix(LOGGED), []).append(value)
@@ -106,17 +112,19 @@ def stage_metrics(stages: ByLabel, previous: Mapping[str, float] | None, *, samp
         # The rewards of a round are computed concurrently, so the slowest counts.
         seconds[stage] = sum(max(part.seconds for part in each if part) for each in zip_longest(*parts))
     metrics |= {f"{SECONDS}{stage}": spent for stage, spent in seconds.items()}
-    metrics |= {STEP_TIME: sum(seconds.values())} | _speeds(stages, sampling) | _memory(stages)
+    earlier = sum(spent for stage, spent in seconds.items() if stage in unshown)
+    metrics |= {STEP_TIME: sum(seconds.values())} | _speeds(stages, sampling, earlier) | _memory(stages)
     of_functions = {f"{LOGGED}{name}" if name in metrics else name: fmean(each) for name, each in logged.items()}
     return metrics | of_functions
 
 
-def _speeds(stages: ByLabel, sampling: str) -> dict[str, float]:
-    """Return samples and sampled tokens per second of sampling; empty where nothing was sampled."""
+def _speeds(stages: ByLabel, sampling: str, earlier: float) -> dict[str, float]:
+    """Return samples and tokens per second of sampling and of the `earlier` stages; empty if nothing was sampled."""
     sampled = [part for (stage, _), rounds in stages.items() if stage == sampling for part in rounds]
     seconds = sum(part.seconds for part in sampled)
     if not seconds:
         return {}
+    seconds += earlier
     speeds = {SAMPLES_PER_SECOND: sum(part.rows for part in sampled) / seconds}
     drafts = [part for part in sampled if COMPLETION_LENGTH in part.metrics]
     if drafts:

@@ -11,7 +11,7 @@ all of these      --update_policy-->       the next policy
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
@@ -21,7 +21,7 @@ from prefect.events import emit_event
 from prefect.futures import PrefectFuture, wait
 
 from configs.placement import PlacementSection
-from configs.rollouts import RolloutSection
+from configs.rollouts import ImageRolloutSection, RolloutSection
 from configs.scoring import RewardSection
 from configs.training import AnyUpdateSection
 from flows.pipeline.prefect_ui import shown_in_ui
@@ -37,6 +37,7 @@ from tasks.progress import listen, listener
 from tasks.rewards.score_rewards import failed_scores, score_reward_task
 from tasks.rollouts.collect_rollouts import collect_rollouts_task, draw_baseline_task
 from tasks.rollouts.plan import RolloutPlan
+from tasks.rollouts.previews import keep_seeds
 from tasks.runs.hacking import HackingSign
 from tasks.runs.layout import (
     BASELINES,
@@ -105,11 +106,17 @@ def score_rewards(
 
 
 def compute_advantages(
-    run: Run, rounds: tuple[SamplingRound, ...], folder: str, title: str, earlier: ArtifactRef | None = None
+    run: Run,
+    rounds: tuple[SamplingRound, ...],
+    folder: str,
+    title: str,
+    earlier: ArtifactRef | None = None,
+    mix: tuple[RewardSection, ...] | None = None,
 ) -> ArtifactRef:
     """Mix the rewards of all sampling rounds and compute advantages, continuing the `earlier` statistics: stage 3."""
     config, stage = run.config, as_task(compute_advantages_task, title, run.config.placement)
-    return stage(rounds, config.streams, config.rewards, config.advantages, folder, title, earlier, config.placement)
+    mixed = config.rewards if mix is None else mix
+    return stage(rounds, config.streams, mixed, config.advantages, folder, title, earlier, config.placement)
 
 
 def update_policy(
@@ -130,11 +137,31 @@ def update_policy(
 
 def evaluate_policy(run: Run, policy: PolicyRef, plan: RolloutPlan) -> StoredEvaluation:
     """Run the first three stages on held-out prompts, and score the guardrails on the same samples."""
-    rollouts = collect_rollouts(run, policy, plan, run.config.evaluation_rollout)
-    rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
-    advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), plan.folder, plan.title)
-    guardrails = score_rewards(run, rollouts, plan, run.config.guardrails.rewards, GUARDRAILS)
-    return StoredEvaluation(rollouts, advantages, rewards, guardrails)
+    done = _sample_and_rate(run, policy, plan, run.config.evaluation_rollout, run.config.rewards)
+    guardrails = score_rewards(run, done.rollouts, plan, run.config.guardrails.rewards, GUARDRAILS)
+    return replace(done, guardrails=guardrails)
+
+
+def choose_seeds(run: Run, policy: PolicyRef, plan: RolloutPlan) -> tuple[RolloutPlan, StoredEvaluation | None]:
+    """Return a plan of the seeds whose previews are best and worst, and the previews; without any the plan itself.
+
+    Rewards that are only measured do not score previews.
+    """
+    rollout = run.config.rollout
+    if not isinstance(rollout, ImageRolloutSection) or rollout.previews is None:
+        return plan, None
+    previews = plan.previews(rollout.previews.per_prompt)
+    rated = _sample_and_rate(run, policy, previews, rollout.for_previews(), run.config.counted_rewards)
+    return keep_seeds(run.store, plan, previews, rated.advantages, rollout.keep), rated
+
+
+def _sample_and_rate(
+    run: Run, policy: PolicyRef, plan: RolloutPlan, rollout: RolloutSection, mix: tuple[RewardSection, ...]
+) -> StoredEvaluation:
+    rollouts = collect_rollouts(run, policy, plan, rollout)
+    rewards = score_rewards(run, rollouts, plan, mix, REWARDS)
+    advantages = compute_advantages(run, (SamplingRound(rollouts, rewards),), plan.folder, plan.title, mix=mix)
+    return StoredEvaluation(rollouts, advantages, rewards, guardrails={})
 
 
 def evaluate_baselines(run: Run, plan: RolloutPlan) -> Mapping[Baseline, ArtifactRef]:

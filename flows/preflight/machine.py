@@ -190,6 +190,9 @@ def describe_work(config: RunConfig) -> str:
         sampled = (
             f"{each * iterations:,} images of {rollout.size}, each with {counted(rollout.num_inference_steps, 'step')}"
         )
+        if (chosen := rollout.previews) is not None:
+            previews = chosen.per_prompt * rollout.prompts_per_iteration * iterations
+            sampled += f", chosen by {previews:,} previews with {counted(chosen.steps, 'step')}"
     else:
         length = getattr(rollout, "max_completion_length", 0)
         sampled = f"{each * iterations:,} completions of at most {counted(length, 'token')}"

@@ -190,6 +190,7 @@ def shortened(config: RunConfig) -> Any:
         "num_inference_steps": max(2, window + 1, *levels),
         "sde_window": "first",
         "sde_window_range": (0, max(1, window)),
+        "previews": None,
     }
     return rollout.model_copy(update={name: each for name, each in shorter.items() if hasattr(rollout, name)})
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from configs.rollouts import ImageRolloutSection
 from configs.schema import RunConfig
 from configs.training import UpdateSection
 from configs.validation import error_at
@@ -40,6 +41,7 @@ def check_model(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]
     try:
         family.refuse_missing(source_of(config))
         family.refuse_unusable(source_of(config), config.rollout)
+        _refuse_previews(config)
         _refuse_evaluation(config)
         _refuse_quantization(config)
         if any(isinstance(each, VelocitySettings) and not each.with_reference for each in config.updates.values()):
@@ -48,6 +50,17 @@ def check_model(config: RunConfig, prompts: PromptFiles) -> Iterator[InputError]
         yield error
         return
     yield from _size_problems(config, prompts)
+
+
+def _refuse_previews(config: RunConfig) -> None:
+    """Raise InputError if the model cannot sample in the steps of previews, by which alone they differ."""
+    rollout = config.rollout
+    if not isinstance(rollout, ImageRolloutSection) or rollout.previews is None:
+        return
+    try:
+        policy_family(config.policy.kind).refuse_unusable(source_of(config), rollout.for_previews())
+    except InputError as error:
+        raise InputError("rollout.previews.steps", error.value, error.hint) from error
 
 
 def _refuse_evaluation(config: RunConfig) -> None:

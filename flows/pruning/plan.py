@@ -27,11 +27,14 @@ from tasks.pruning import (
 from tasks.runs.layout import (
     ADVANTAGES,
     POLICIES,
+    PREVIEWS,
     REWARDS,
     ROLLOUTS,
     evaluation_folder,
+    is_previews,
     iteration_folder,
     policy_folder,
+    previews_folder,
 )
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import find_evaluation
@@ -152,7 +155,7 @@ def _plan_iterations(plan: RunPlan, config: RunConfig, needs: Needs) -> None:
     store, reader, retention = plan.store, RunReader(plan.store), plan.retention
     if retention.images is not None and isinstance(config.rollout, TextRolloutSection):
         plan.notes.append("its rollouts are texts, which have no images")
-    rounds = {number: reader.rounds(iteration_folder(number)) for number in reader.iterations()}
+    rounds = {number: list(_sampled(reader, iteration_folder(number))) for number in reader.iterations()}
     found = {
         number: {each: prunable for each in folders if (prunable := find_prunable(store, f"{each}/{ROLLOUTS}"))}
         for number, folders in rounds.items()
@@ -174,7 +177,8 @@ def _plan_iterations(plan: RunPlan, config: RunConfig, needs: Needs) -> None:
 
     for number, folders in rounds.items():
         images = due(IMAGES_REMOVED, retention.images, number)
-        scores = [f"{folder}/{REWARDS}/{section.label}" for folder in folders for section in config.rewards]
+        scored = {each: config.counted_rewards if is_previews(each) else config.rewards for each in folders}
+        scores = [f"{each}/{REWARDS}/{section.label}" for each, mix in scored.items() for section in mix]
         # An incomplete stage of the iteration still needs its images.
         complete = not images or all(store.find(each) for each in [f"{folders[-1]}/{ADVANTAGES}", *scores])
         for folder, rollouts in images.items():
@@ -182,6 +186,14 @@ def _plan_iterations(plan: RunPlan, config: RunConfig, needs: Needs) -> None:
         untrained = [] if find_prunable(store, policy_folder(number)) else [UNTRAINED]
         for folder, rollouts in due(STATES_REMOVED, retention.states, number).items():
             plan.decide(STEPS, folder, rollouts, STATES_REMOVED, [*needs.trained.get(number, []), *untrained])
+
+
+def _sampled(reader: RunReader, folder: str) -> Iterator[str]:
+    """Yield the folders of an iteration's rollouts: of each sampling round, after those of its previews."""
+    for each in reader.rounds(folder):
+        if PREVIEWS in reader.names(each):
+            yield previews_folder(each)
+        yield each
 
 
 def add_best(needs: Needs, rewards: Mapping[int, float], versions: Sequence[int]) -> None:

@@ -22,7 +22,14 @@ from configs.loader import as_config
 from configs.schema import CORRECTION, RunConfig, corrected
 from flows.pipeline.prefect_ui import TrainConfig
 from flows.pipeline.run import Run, start_run
-from flows.pipeline.stages import collect_rollouts, compute_advantages, recording, score_rewards, update_policy
+from flows.pipeline.stages import (
+    choose_seeds,
+    collect_rollouts,
+    compute_advantages,
+    recording,
+    score_rewards,
+    update_policy,
+)
 from flows.training.callbacks import open_callbacks
 from flows.training.history import TrainingHistory, evaluate_now
 from flows.training.prefetch import ScoredRollouts, prefetching
@@ -77,9 +84,10 @@ def sample_rollouts(run: Run, history: TrainingHistory, policy: PolicyRef, itera
     count, statistics = prompts, history.statistics(run)
     for sampling_round in range(1, section.max_rounds + 1):
         plan = run.plan(iteration, sampling_round, count, statistics, plans)
+        plan, previews = choose_seeds(run, policy.sampler, plan)
         rollouts = collect_rollouts(run, policy.sampler, plan, run.config.rollout)
         rewards = score_rewards(run, rollouts, plan, run.config.rewards, REWARDS)
-        rounds, plans = (*rounds, SamplingRound(rollouts, rewards)), (*plans, plan)
+        rounds, plans = (*rounds, SamplingRound(rollouts, rewards, previews)), (*plans, plan)
         advantages = compute_advantages(run, rounds, plan.folder, plan.title, history.last_advantages)
         count = missing_prompts(run.config, advantages.metrics)
         if section.constant_groups != "redraw" or count <= 0:

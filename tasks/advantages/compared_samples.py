@@ -24,7 +24,7 @@ from tasks.storage.lists import padded
 from tasks.storage.parquet import scan_tables
 
 _READ = ("sample_id", "iteration", "group_id", "prompt_id", "dataset", "columns")
-_DRAFT = "token_sample"
+_DRAFT, _RANK, _COUNT = "token_sample", "preview_rank", "preview_count"
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class Samples:
     applies: Bool[Tensor, "groups rewards"]  # whether a reward scores the group's dataset
     # KL to the reference in nats, one per sample; None without a KL in the reward.
     penalties: Float[Tensor, "groups samples"] | None
+    # Rank of each sample's preview among those of its prompt; None where no previews have chosen the samples.
+    preview_ranks: Float[Tensor, "groups samples"] | None = None
+    preview_count: int = 0  # previews of a prompt
 
     @property
     def datasets(self) -> tuple[str, ...]:
@@ -68,6 +71,8 @@ def read_compared_samples(
         drafts=samples[_DRAFT].cast(pl.Int64).to_torch().view(-1, size),
         applies=torch.tensor(routed),
         penalties=_by_group(samples["kl_penalty"], size) if settings.kl_coef > 0 else None,
+        preview_ranks=_by_group(samples[_RANK], size) if _RANK in samples else None,
+        preview_count=samples[_COUNT][0] if _COUNT in samples else 0,
     )
 
 
@@ -81,8 +86,14 @@ def samples_of(stream: Stream, samples: Samples, rewards: Sequence[int]) -> Samp
         values=compared.values,
         drafts=samples.drafts.flatten()[compared.samples],
         applies=samples.applies[compared.groups][:, chosen],
-        penalties=None if samples.penalties is None else samples.penalties.flatten()[compared.samples],
+        penalties=_chosen(samples.penalties, compared.samples),
+        preview_ranks=_chosen(samples.preview_ranks, compared.samples),
+        preview_count=samples.preview_count,
     )
+
+
+def _chosen(values: Tensor | None, samples: Int[Tensor, "rows compared"]) -> Float[Tensor, "rows compared"] | None:
+    return None if values is None else values.flatten()[samples]
 
 
 def _by_group(values: pl.Series, size: int) -> Float[Tensor, "groups samples"]:
@@ -94,7 +105,7 @@ def _read_round(
     read: Read, part: SamplingRound, mix: Sequence[RewardSection], settings: AdvantageSettings
 ) -> pl.DataFrame:
     scored = [(section.label, part.rewards[section.label]) for section in mix]
-    table = join_samples(read, [part.rollouts], scored, (), (*_READ, _DRAFT))
+    table = join_samples(read, [part.rollouts], scored, (), (*_READ, _DRAFT, _RANK, _COUNT))
     if _DRAFT not in table.columns:
         # Of texts each sample is its own.
         table = table.with_columns(pl.int_range(pl.len(), dtype=pl.Int32).over("group_id").alias(_DRAFT))

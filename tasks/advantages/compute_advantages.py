@@ -12,11 +12,12 @@ from torch import Tensor
 from configs.placement import PlacementSection
 from configs.scoring import AdvantagesSection, RewardSection
 from grpo_core.advantages.compute import GroupAdvantages, compute_advantages, reward_metrics
+from grpo_core.advantages.previews import rank_correlation
 from grpo_core.rewards.mix import RunningMoments
 from grpo_core.rollouts.streams import Stream
 from tasks.advantages.compared_samples import Samples, read_compared_samples, samples_of
 from tasks.execution.caching import stage_task
-from tasks.metrics import RUNNING, stream_prefix
+from tasks.metrics import RANK_CORRELATION, RANK_CORRELATION_MIN, RUNNING, stream_prefix
 from tasks.progress import progress_of
 from tasks.runs import layout
 from tasks.runs.layout import SamplingRound
@@ -34,6 +35,10 @@ def advantage_metrics(result: GroupAdvantages, samples: Samples) -> dict[str, fl
     advantages = result.advantages[result.advantages.isfinite()].double()
     if len(advantages) > 1:
         metrics |= {"advantage/mean": float(advantages.mean()), "advantage/std": float(advantages.std())}
+    if samples.preview_ranks is not None:
+        agreed = rank_correlation(samples.preview_ranks, result.advantages, samples.preview_count)
+        if len(agreed := agreed[agreed.isfinite()]):
+            metrics |= {RANK_CORRELATION: float(agreed.mean()), RANK_CORRELATION_MIN: float(agreed.min())}
     if samples.penalties is not None:
         metrics["kl_penalty"] = float(samples.penalties.mean())
     datasets = samples.datasets

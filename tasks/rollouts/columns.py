@@ -49,13 +49,20 @@ def rollout_columns(
     columns: dict[str, Sequence[Any]] = {
         **{name: [value] * rows for name, value in same.items()},
         "sample_id": request.sample_ids,
-        "sibling": range(rows),
+        "sibling": plan.siblings(planned),
         "token_sample": [place.token_sample for place in plan.places],
         "image_number": [place.image_number for place in plan.places],
         "seed": request.seeds,
         "noise_seed": request.noise_seeds,
         **_output_columns(group),
     }
+    if planned.kept:
+        columns |= {
+            "preview_reward": [each.reward for each in planned.kept],
+            "preview_rank": [each.rank for each in planned.kept],
+            "preview_count": [settings.previews.per_prompt] * rows,
+            "preview_steps": [settings.previews.steps] * rows,
+        }
     for stream in group.streams:
         columns |= STORED_STREAMS[stream].columns(group)
     return columns

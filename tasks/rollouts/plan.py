@@ -1,16 +1,25 @@
 """Plan what a sampling round or an evaluation samples: prompts, sample ids and seeds."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from grpo_core.rollouts.images import SourceImage
 from grpo_core.rollouts.records import GroupRequest
 from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import derive_seed
 from tasks.prompts.curriculum import DrawnPrompt
-from tasks.runs.layout import evaluation_folder, round_folder
+from tasks.runs.layout import evaluation_folder, previews_folder, round_folder
+
+
+class KeptSeed(NamedTuple):
+    """A seed that its preview has chosen."""
+
+    sibling: int  # index among the previews of the prompt
+    reward: float | None  # of the preview, which says nothing of the full image's; None: it could not be scored
+    rank: float | None  # among the previews of the prompt: 1 is the best, and equal ones share their mean rank
 
 
 class GroupPlan(BaseModel):
@@ -27,6 +36,8 @@ class GroupPlan(BaseModel):
     target_sha256: str | None
     size: ImageSize | None = None  # of the images; None for texts
     sources: tuple[str, ...] = ()  # digests of the images in the prompt, in their order
+    # The seeds that previews have chosen; empty: all of the group. Plans without previews do not mention them.
+    kept: tuple[KeptSeed, ...] = Field((), exclude_if=operator.not_)
 
 
 class Place(NamedTuple):
@@ -66,6 +77,21 @@ class RolloutPlan(BaseModel):
         counts = self.images_of_samples or (1,) * self.group_size
         return tuple(Place(sample, image) for sample, count in enumerate(counts) for image in range(count))
 
+    def siblings(self, group: GroupPlan) -> Sequence[int]:
+        """Return the index of each sample of a group, from which its seeds and its name are made."""
+        return [each.sibling for each in group.kept] or range(self.group_size)
+
+    def previews(self, per_prompt: int) -> Self:
+        """Return the plan of a group's first so many seeds, without noisy steps: each image is the one of its noise."""
+        change = {
+            "folder": previews_folder(self.folder),
+            "title": f"{self.title}, previews",
+            "group_size": per_prompt,
+            "images_of_samples": (per_prompt,),
+            "window_start": None,
+        }
+        return self.model_copy(update=change)
+
     @property
     def named_sources(self) -> dict[str, str]:
         """The digests of the images in its prompts, each with the first prompt that has it."""
@@ -78,12 +104,12 @@ class RolloutPlan(BaseModel):
     def request(self, group: GroupPlan, sources: Mapping[str, SourceImage] | None = None) -> GroupRequest:
         """Return the ids and seeds of a group's samples; images of a token sample have one token seed."""
         places = self.places
-        samples = range(len(places))
+        samples = self.siblings(group)
         noise = [0 if self.shared_noise else sample for sample in samples]
         steps = samples if self.window_start is not None else ()
         return GroupRequest(
             prompt=group.prompt,
-            sample_ids=tuple(f"{group.group_id}.{name}" for name in self._names()),
+            sample_ids=self.sample_ids(group),
             seeds=tuple(derive_seed(self.seed, "tokens", group.group_id, place.token_sample) for place in places),
             noise_seeds=tuple(derive_seed(self.seed, "noise", group.group_id, index) for index in noise),
             step_seeds=tuple(derive_seed(self.seed, "step", group.group_id, sample) for sample in steps),
@@ -92,10 +118,12 @@ class RolloutPlan(BaseModel):
             sources=tuple((sources or {})[digest] for digest in group.sources),
         )
 
-    def _names(self) -> list[str]:
+    def sample_ids(self, group: GroupPlan) -> tuple[str, ...]:
+        """Return the name of each sample of a group."""
+        names = [f"s{sample:02d}" for sample in self.siblings(group)]
         if len(self.images_of_samples) > 1:
-            return [f"s{place.token_sample:02d}.r{place.image_number:02d}" for place in self.places]
-        return [f"s{sample:02d}" for sample in range(self.group_size)]
+            names = [f"s{place.token_sample:02d}.r{place.image_number:02d}" for place in self.places]
+        return tuple(f"{group.group_id}.{name}" for name in names)
 
 
 def _groups(prompts: Mapping[str, DrawnPrompt]) -> tuple[GroupPlan, ...]:

@@ -5,6 +5,7 @@ iteration_000001/rollouts/part-00000.parquet               a row per sample; one
 iteration_000001/rollouts/images-00000.parquet             its images
 iteration_000001/rollouts/states/part-00000-00000.safetensors   latents of noisy denoising steps, which an update reads
 iteration_000001/round_02/...                              the same for its second sampling round
+iteration_000001/previews/...                              rollouts, rewards and advantages of a round's previews
 iteration_000001/metrics.parquet
 policies/000001/<stream>                                   what an update made of each component; an artifact
 evaluations/000001/..., guardrails/<label>                 held-out prompts, sampled by version 1
@@ -27,6 +28,10 @@ from tasks.storage.artifacts.reference import ArtifactRef
 
 ROLLOUTS, REWARDS, ADVANTAGES, UPDATE, GUARDRAILS = "rollouts", "rewards", "advantages", "update", "guardrails"
 STAGES = (ROLLOUTS, REWARDS, ADVANTAGES, UPDATE)  # in their order; the artifact of the update is a policy
+
+PREVIEWS = "previews"
+PREVIEW_STAGES = tuple(f"{PREVIEWS}/{stage}" for stage in (ROLLOUTS, REWARDS, ADVANTAGES))
+"""The stages that choose the seeds of a sampling round, each with its place in the round's folder."""
 
 PART_FILE, IMAGES_FILE = "part-{:05d}.parquet", "images-{:05d}.parquet"
 STATES_FILE = "states/part-{:05d}-{:05d}.safetensors"
@@ -78,6 +83,16 @@ def round_folder(iteration: int, sampling_round: int) -> str:
     """Return the folder of a sampling round, from 1; the first is the iteration's own."""
     folder = iteration_folder(iteration)
     return folder if sampling_round == 1 else f"{folder}/round_{sampling_round:02d}"
+
+
+def previews_folder(folder: str) -> str:
+    """Return the folder of a sampling round's previews."""
+    return f"{folder}/{PREVIEWS}"
+
+
+def is_previews(folder: str) -> bool:
+    """Return whether it is the folder of a sampling round's previews."""
+    return folder.endswith(f"/{PREVIEWS}")
 
 
 def metrics_file(iteration: int) -> str:
@@ -138,6 +153,7 @@ class SamplingRound:
 
     rollouts: ArtifactRef
     rewards: Mapping[str, ArtifactRef]
+    previews: "StoredEvaluation | None" = None  # what has chosen their seeds
 
     @property
     def stages(self) -> tuple[ArtifactRef, ...]:
@@ -161,7 +177,7 @@ class StoredIteration:
 
 @dataclass(frozen=True)
 class StoredEvaluation:
-    """One evaluation, every file verified; rewards and guardrails are tables of scores by label."""
+    """An evaluation, or a round's previews, every file verified; rewards and guardrails are tables by label."""
 
     rollouts: ArtifactRef
     advantages: ArtifactRef

@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from configs.yaml_files import parse_yaml
@@ -21,6 +21,7 @@ from tasks.storage.parquet import read_checked, write_table
 from tasks.storage.schemas import METRICS
 
 _KEPT = (HELDOUT, WALL_TIME)
+_IN_ORDER = (*layout.PREVIEW_STAGES, *layout.STAGES)
 
 
 def gather_metrics(
@@ -37,14 +38,24 @@ def gather_metrics(
     """
     stages: dict[tuple[str, str], list[ArtifactRef]] = {}
     for each in rounds:
-        stages.setdefault((layout.ROLLOUTS, ""), []).append(each.rollouts)
-        for label, scores in each.rewards.items():
-            stages.setdefault((layout.REWARDS, label), []).append(scores)
+        for key, reference in _sampled(each):
+            stages.setdefault(key, []).append(reference)
     stages |= {(layout.ADVANTAGES, ""): [advantages], (layout.UPDATE, ""): [update]}
     metrics = {f"{SECONDS}{stage}": 0.0 for stage in layout.STAGES} | stage_metrics(
-        stages, previous, sampling=layout.ROLLOUTS
+        stages, previous, sampling=layout.ROLLOUTS, unshown=layout.PREVIEW_STAGES
     )
     return metrics | ({} if evaluation is None else evaluation_metrics(evaluation))
+
+
+def _sampled(part: layout.SamplingRound) -> Iterator[tuple[tuple[str, str], ArtifactRef]]:
+    """Yield the artifacts of a sampling round by stage and reward label, those of its previews first."""
+    if part.previews is not None:
+        rollouts, rewards, advantages = layout.PREVIEW_STAGES
+        yield (rollouts, ""), part.previews.rollouts
+        yield from (((rewards, label), scores) for label, scores in part.previews.rewards.items())
+        yield (advantages, ""), part.previews.advantages
+    yield (layout.ROLLOUTS, ""), part.rollouts
+    yield from (((layout.REWARDS, label), scores) for label, scores in part.rewards.items())
 
 
 def evaluation_metrics(evaluation: EvaluationView) -> dict[str, float]:
@@ -169,11 +180,15 @@ def _verify(
 def _find_stages(reader: RunReader, folder: str) -> Found:
     stages: Found = {}
     for number, each in enumerate(reader.rounds(folder), start=1):
-        if found := reader.find(f"{each}/{layout.ROLLOUTS}"):
-            stages.setdefault(layout.ROLLOUTS, {})[number, ""] = found
-        for label in reader.artifact_names(f"{each}/{layout.REWARDS}"):
-            if found := reader.find(f"{each}/{layout.REWARDS}/{label}"):
-                stages.setdefault(layout.REWARDS, {})[number, label] = found
+        sampled, rated, compared = layout.PREVIEW_STAGES
+        with_previews = layout.PREVIEWS in reader.names(each)
+        for stage in (sampled, compared, layout.ROLLOUTS) if with_previews else (layout.ROLLOUTS,):
+            if found := reader.find(f"{each}/{stage}"):
+                stages.setdefault(stage, {})[number, ""] = found
+        for stage in (rated, layout.REWARDS) if with_previews else (layout.REWARDS,):
+            for label in reader.artifact_names(f"{each}/{stage}"):
+                if found := reader.find(f"{each}/{stage}/{label}"):
+                    stages.setdefault(stage, {})[number, label] = found
     scored = reader.scored_rounds(folder)
     if scored and (found := reader.find(f"{scored[-1]}/{layout.ADVANTAGES}")):
         stages[layout.ADVANTAGES] = {(len(scored), ""): found}
@@ -242,7 +257,8 @@ def _iteration_views(
         if not stages:
             continue
         before = views[-1].metrics if views and views[-1].iteration == number - 1 else {}
-        metrics = stage_metrics(_covered_rounds(stages), None if number == 1 else before, sampling=layout.ROLLOUTS)
+        covered, previous = _covered_rounds(stages), None if number == 1 else before
+        metrics = stage_metrics(covered, previous, sampling=layout.ROLLOUTS, unshown=layout.PREVIEW_STAGES)
         _compare_with_table(reader, number, metrics)
         if (reward := rewards.get(number)) is not None:
             metrics[HELDOUT] = reward
@@ -253,16 +269,16 @@ def _iteration_views(
 def _covered_rounds(stages: Found) -> dict[tuple[str, str], list[ArtifactRef]]:
     """Return the artifacts by stage and label that cover each sampling round which the advantages cover."""
     series: dict[tuple[str, str], dict[int, ArtifactRef]] = {}
-    for stage in layout.STAGES:
+    for stage in _IN_ORDER:
         for (sampling_round, label), artifact in sorted(stages.get(stage, {}).items(), key=lambda item: item[0]):
             series.setdefault((stage, label), {})[sampling_round] = artifact.reference
     for scored in series.get((layout.ADVANTAGES, ""), {}).values():
         covered = range(1, 1 + int(scored.metrics.get("rounds", 1)))
-        for key in [key for key in series if key[0] in (layout.ROLLOUTS, layout.REWARDS)]:
+        for key in [key for key in series if key[0] not in (layout.ADVANTAGES, layout.UPDATE)]:
             parts = series.pop(key)
             if all(each in parts for each in covered):
                 series[key] = {each: parts[each] for each in covered}
-    ordered = sorted(series.items(), key=lambda item: layout.STAGES.index(item[0][0]))
+    ordered = sorted(series.items(), key=lambda item: _IN_ORDER.index(item[0][0]))
     return {key: list(parts.values()) for key, parts in ordered}
 
 

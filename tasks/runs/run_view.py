@@ -8,7 +8,16 @@ from pydantic import BaseModel
 
 from grpo_core.rollouts.streams import Stream
 from tasks.metrics import SAMPLES_PER_SECOND, SECONDS, STEP_TIME
-from tasks.runs.layout import ADVANTAGES, RECOMPUTED, REWARDS, ROLLOUTS, STAGES, STORED, StoredEvaluation
+from tasks.runs.layout import (
+    ADVANTAGES,
+    PREVIEW_STAGES,
+    RECOMPUTED,
+    REWARDS,
+    ROLLOUTS,
+    STAGES,
+    STORED,
+    StoredEvaluation,
+)
 from tasks.runs.lookup import RunStart
 from tasks.runs.reader import Damage, MovedFiles
 from tasks.runs.signs import MeasuredIteration, Sign
@@ -143,8 +152,10 @@ class RunHistory:
     @property
     def seconds(self) -> dict[str, float]:
         """Measured seconds by stage over all iterations, of the evaluations, and in total."""
+        with_previews = any(f"{SECONDS}{PREVIEW_STAGES[0]}" in each.metrics for each in self.iterations)
+        stages = (*PREVIEW_STAGES, *STAGES) if with_previews else STAGES
         by_stage = {
-            stage: sum(each.metrics.get(f"{SECONDS}{stage}", 0.0) for each in self.iterations) for stage in STAGES
+            stage: sum(each.metrics.get(f"{SECONDS}{stage}", 0.0) for each in self.iterations) for stage in stages
         }
         by_stage |= {"evaluation": sum(each.seconds for each in self.evaluations)} if self.evaluations else {}
         return {"total": sum(by_stage.values()), **by_stage}
@@ -155,7 +166,8 @@ class RunHistory:
         for each in self.iterations:
             if version is None or each.iteration <= version:
                 found = each.metrics
-                samples += found.get(SAMPLES_PER_SECOND, 0.0) * found.get(f"{SECONDS}{ROLLOUTS}", 0.0)
+                sampling = sum(found.get(f"{SECONDS}{stage}", 0.0) for stage in (*PREVIEW_STAGES, ROLLOUTS))
+                samples += found.get(SAMPLES_PER_SECOND, 0.0) * sampling
                 seconds += found.get(STEP_TIME, 0.0)
         return Cost(samples=round(samples), seconds=seconds)
 

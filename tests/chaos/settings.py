@@ -54,6 +54,7 @@ NFT = {
     "evaluate.every": 2,
     "evaluate.samples_per_prompt": 1,
 }
+PREVIEWED = {**NFT, "run.iterations": 2, "rollout.previews": {"per_prompt": 5, "steps": 1}}
 TEXT = {
     "run.iterations": 3,
     "rollout.prompts_per_iteration": 2,
@@ -88,6 +89,7 @@ images = partial(_training, TINY, IMAGES)
 both_streams = partial(_training, TINY, BOTH_STREAMS)
 offloaded = partial(_training, TINY, OFFLOADED)
 nft = partial(_training, TINY_SD3_NFT, NFT)
+previewed = partial(_training, TINY_SD3_NFT, PREVIEWED)
 text = partial(_training, TINY_TEXT, TEXT)
 quantized = partial(_training, TINY_TEXT, QUANTIZED)
 ahead = partial(_training, TINY, {**IMAGES, "run.staleness": 1})

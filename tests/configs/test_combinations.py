@@ -10,10 +10,12 @@ from tests.configs.test_streams import configured, expected, problems
 HELD_OUT = "evaluate={prompts: q.txt, every: 1}"
 OTHER = "reward: jpeg, name: other"
 DEVICES = "placement.devices=[cpu, cpu]"
+PREVIEWS = "rollout.previews={per_prompt: 48, steps: 4}"
 COMMAND = "rollout.vllm={command: vllm serve}"
 # One change of a row has a `!`: its key is refused with its value. Other rows name place and value.
 REFUSED: dict[str, list[str | tuple[str, str, object]]] = {
     "tokens": [
+        (PREVIEWS, "rollout.previews", ["tokens"]),
         "!update.minibatch_size=37",
         "!update.minibatches=37",
         "update.minibatches=2; !update.minibatch_size=2",
@@ -104,6 +106,7 @@ REFUSED: dict[str, list[str | tuple[str, str, object]]] = {
         ("rewards.0.datasets=[a]", "data.datasets", "b"),
     ],
     "text": [
+        (PREVIEWS, "rollout.previews", "previews"),
         "!policy.offload=components",
         "!data.prompt_column={}",
         "!rewards.0.reward=jpeg",
@@ -135,6 +138,7 @@ REFUSED: dict[str, list[str | tuple[str, str, object]]] = {
         ("rollout.vllm.token_env=sk-1", "rollout.vllm.token_env", "not the name of a variable"),
     ],
     "decoder": [
+        (PREVIEWS, "rollout.shared_noise", True),
         "!rollout.samples_with_images=3",
         "!rollout.noise_level=0.0",
         "!update.entropy_coef=0.1",
@@ -183,6 +187,11 @@ REFUSED: dict[str, list[str | tuple[str, str, object]]] = {
     ],
     "pipeline nft": (
         of_images := [
+            "rollout.previews={per_prompt: 48}; !rollout.previews.steps=10",
+            "rollout.previews={per_prompt: 48}; !rollout.previews.steps=0",
+            "rollout.previews={steps: 9}; !rollout.previews.per_prompt=11",
+            f"{PREVIEWS}; !rollout.previews.keep={{best: 6, worst: 5}}",
+            (f"{PREVIEWS}; rollout.previews.keep={{best: 12, worst: 0}}", "rollout.previews.keep.worst", 0),
             "!rollout.sde_window_size=2",
             "rollout.num_inference_steps=4; !rollout.sde_window_size=2",
             "!rollout.shared_noise=true",
@@ -213,6 +222,7 @@ REFUSED: dict[str, list[str | tuple[str, str, object]]] = {
         "!advantages.kl_coef=0.1",
     ],
     "both nft": [
+        (PREVIEWS, "rollout.previews", ["tokens", "denoising"]),
         "!rollout.shared_noise=true",
         ("update.denoising.clip_range=1e-4", "update.denoising.clip_range", "clip_range"),
         "!update.tokens.algorithm=nft",
@@ -250,6 +260,7 @@ ALLOWED: dict[str, list[str]] = {
     "decoder": ["update.clip_range=0.2; rollout.logprob_reduction=sum", "rollout.temperature=0.9"],
     "pipeline": [
         "rollout.shared_noise=true; rollout.sde_window_range=[0, 3]; rollout.branch=true",
+        PREVIEWS,
         "rollout.sde_window=sliding; rollout.sde_window_every=3",
         "rollout.negative_prompt=grain; evaluate.guidance_scale=1.0",
         "update.clip_range=1e-2",
@@ -263,10 +274,10 @@ ALLOWED: dict[str, list[str]] = {
         "rollout.sde_window_range=[0, 9]; rollout.sde_window_size=9; rollout.top_p=0.9",
         "policy.denoising_lora={rank: 8, targets: attn}",
     ],
-    "pipeline nft": ["update.timesteps_per_image=10"],
-    "decoder nft": [],
-    "pipeline awm": ["update.clip_range=1e-4; update.kl_coef=0.3; run.staleness=16"],
-    "pipeline ram": ["update.kl_coef=0.0"],
+    "pipeline nft": ["update.timesteps_per_image=10", f"{PREVIEWS}; rollout.previews.keep={{best: 11, worst: 1}}"],
+    "decoder nft": [PREVIEWS],
+    "pipeline awm": [PREVIEWS, "update.clip_range=1e-4; update.kl_coef=0.3; run.staleness=16"],
+    "pipeline ram": [PREVIEWS, "update.kl_coef=0.0"],
     "both nft": ["update.denoising={algorithm: v_grpo, clip_range: 0.1}"],
 }
 

@@ -14,6 +14,7 @@ from grpo_core.policies.diffusers.saved_pipeline import (
     passes_per_step,
     read_saved_pipeline,
     refuse_size,
+    refuse_steps,
 )
 from grpo_core.policies.diffusers.source_images import refuse_sources
 from grpo_core.policies.protocol import PolicyFamily, first_numbers
@@ -101,10 +102,11 @@ class DiffusersFamily(PolicyFamily):
         return train_transformer(network, choice, model, initial_state=dict)
 
     def refuse_unusable(self, model: str, settings: DiffusersSettings) -> None:
-        """Raise InputError if the pipeline cannot be trained, or not with this size or guidance."""
+        """Raise InputError if the pipeline cannot be trained, or not with this size, guidance or number of steps."""
         saved = read_saved_pipeline(model)
         if saved is not None:
             refuse_size(saved, settings.size)
+            refuse_steps(saved, settings.num_inference_steps)
             call_settings(saved, settings)
             refuse_missing_weights(model, saved.parts)
             from grpo_core.policies.diffusers.loading import absent_parts

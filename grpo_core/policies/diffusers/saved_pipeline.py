@@ -49,6 +49,7 @@ class SavedPipeline:
         transformer: configuration of the denoising model.
         vae: configuration of the autoencoder; empty for a pipeline without one.
         is_distilled: trained to need no classifier-free guidance, by its own index.
+        fewest_steps: that its scheduler can denoise in.
     """
 
     folder: Path
@@ -58,6 +59,7 @@ class SavedPipeline:
     transformer: Mapping[str, Any]
     vae: Mapping[str, Any]
     is_distilled: bool
+    fewest_steps: int = 1
 
     @property
     def embeds_guidance(self) -> bool:
@@ -142,6 +144,7 @@ def _read(model: str, folder: Path) -> SavedPipeline:
         transformer=read_pipeline_file(model, folder / "transformer" / "config.json"),
         vae=read_pipeline_file(model, folder / "vae" / "config.json") if "vae" in parts else {},
         is_distilled=bool(index.get("is_distilled")),
+        fewest_steps=2 if scheduler.get("shift_terminal") else 1,
     )
 
 
@@ -171,6 +174,13 @@ def refuse_size(pipeline: SavedPipeline, size: ImageSize) -> None:
     if size != nearest:
         hint = f"This model generates images in units of {unit} pixels; the nearest size is {nearest}."
         raise InputError("rollout.width and height", str(size), hint)
+
+
+def refuse_steps(pipeline: SavedPipeline, steps: int) -> None:
+    """Raise InputError for fewer denoising steps than the scheduler can take."""
+    if steps < pipeline.fewest_steps:
+        hint = f"Its scheduler stretches the steps to its shift_terminal; give at least {pipeline.fewest_steps}."
+        raise InputError("rollout.num_inference_steps", steps, hint)
 
 
 EMPTY_NEGATIVE_PROMPT = " "

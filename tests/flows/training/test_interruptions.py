@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,29 @@ import pytest
 from prefect.settings import PREFECT_API_URL
 
 from configs.loader import read_config
+from flows.pruning.plan import plan_run
+from flows.pruning.request import Age, Retention
 from flows.training.train import train
 from grpo_core.errors import InputError
 from tasks.progress import listen
+from tasks.runs.read_run import read_run
+from tasks.runs.reader import RunReader
+from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.roots import StorageError
 from tests.chaos.campaign import Campaign, Plan
 from tests.chaos.operations import Golden, Operation
 from tests.chaos.processes import ForkServer, forking
-from tests.chaos.settings import BOTH_STREAMS, OFFLOADED, QUANTIZED, offloaded, quantized, small_images
-from tests.flows.conftest import TINY, Compare, Runs, Start
+from tests.chaos.settings import (
+    BOTH_STREAMS,
+    OFFLOADED,
+    PREVIEWED,
+    QUANTIZED,
+    offloaded,
+    previewed,
+    quantized,
+    small_images,
+)
+from tests.flows.conftest import TINY, TINY_SD3_NFT, Compare, Runs, Start
 from tests.flows.training.test_train import without_last_update
 from tests.flows.workers.test_pools import joined_tables
 
@@ -89,6 +104,28 @@ def test_offloaded_and_killed_it_ends_as_without(empty: Runs, fork_server: ForkS
     # In the update also when the tokens' adapter is written and before the decoder's is.
     between = Plan(operation=Operation("mkdir */denoising", 1))
     kill_at((PLANS[0], between, PLANS[-2]), golden, offloaded, fork_server, tmp_path)
+
+
+@pytest.mark.slow
+def test_killed_between_previews_and_full_images(empty: Runs, fork_server: ForkServer, tmp_path: Path) -> None:
+    undisturbed = empty.start_text("plain", file=TINY_SD3_NFT, **underscored(PREVIEWED))
+    golden = Golden(empty, "plain", str(undisturbed.summary.policy_digest))
+    store = ArtifactStore(str(empty.root), "plain")
+    read = read_run(RunReader(store))
+    assert (read.damages, read.unverified) == ((), 0)
+    found = read.iterations[-1].metrics
+    assert found == pytest.approx({name: empty.metrics(2, "plain")[name] for name in found})
+    seconds = {name: value for name, value in found.items() if name.startswith("seconds/")}
+    assert len([name for name in seconds if name.startswith("seconds/previews/")]) == 3
+    assert found["step_time"] == pytest.approx(sum(seconds.values()))
+    assert read.seconds["previews/rollouts"] > 0
+    assert read.cost().samples == 2 * 2 * 2, "iterations, prompts and full images of each"
+    config = read_config(TINY_SD3_NFT, empty.overrides(PREVIEWED, run__name="plain"))
+    pruned = plan_run(store, config, Retention("test", images=Age(1, "i")), datetime.now(UTC))
+    assert [each.name for each in pruned.deleted] == ["iteration_000001/previews", "iteration_000001"]
+    places = ("previews/rollouts.manifest.json", "previews/advantages.manifest.json", "rollouts.manifest.json")
+    plans = tuple(Plan(operation=Operation(f"rename */iteration_000001/{place}", 1)) for place in places)
+    kill_at(plans, golden, previewed, fork_server, tmp_path)
 
 
 PAGE = 4096

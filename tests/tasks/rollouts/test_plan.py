@@ -15,7 +15,7 @@ from tasks.prompts.curriculum import DrawnPrompt
 from tasks.prompts.read import Prompt
 from tasks.prompts.source_images import SourceReference
 from tasks.prompts.targets import TargetReference
-from tasks.rollouts.plan import RolloutPlan, plan_evaluation
+from tasks.rollouts.plan import KeptSeed, RolloutPlan, plan_evaluation
 from tests.tasks.stage_calls import round_of
 
 PROMPTS = tuple(
@@ -107,6 +107,24 @@ def test_all_samples_of_one_draft_are_its_renderings() -> None:
     assert len(set(one.seeds)) == 1
     assert [len(set(seeds)) for seeds in (one.step_seeds, one.noise_seeds)] == [4, 4]
     assert iteration(images_of_samples=(4,)).places == ((0, 0), (0, 1), (0, 2), (0, 3))
+
+
+def test_chosen_seeds_are_those_of_the_whole_group() -> None:
+    many = iteration(images_of_samples=(6,), shared_noise=False, window_start=1)
+    plan = iteration(images_of_samples=(2,), shared_noise=False, window_start=1)
+    group = plan.groups[0]
+    previews = plan.previews(6)
+    assert (previews.folder, previews.title) == ("iteration_000001/previews", "iteration 1, previews")
+    cheap, whole = previews.request(group), many.request(group)
+    assert (cheap.noise_seeds, cheap.sample_ids) == (whole.noise_seeds, whole.sample_ids)
+    assert (cheap.step_seeds, cheap.window_start) == ((), None)
+    chosen = group.model_copy(update={"kept": (KeptSeed(1, 0.5, 6.0), KeptSeed(4, None, None))})
+    found = plan.request(chosen)
+    for name in ("sample_ids", "seeds", "noise_seeds", "step_seeds"):
+        assert getattr(found, name) == tuple(getattr(whole, name)[sibling] for sibling in (1, 4))
+    kept = plan.model_copy(update={"groups": (chosen,)})
+    assert RolloutPlan.model_validate_json(kept.model_dump_json()) == kept
+    assert "kept" not in group.model_dump(), "plans without previews keep their digests"
 
 
 def test_without_a_window_there_is_no_noise_and_a_plan_arrives_elsewhere_as_it_is() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from grpo_core.rewards.registry import HackingRule
 from grpo_core.rollouts.streams import Stream
 from grpo_core.update.settings import PARITY_SHARE
+from tasks.metrics import RANK_CORRELATION, RANK_CORRELATION_MIN
 from tasks.runs.hacking import HackingSign, hacking_signs, noise_between
 from tasks.runs.signs import Sign, find_signs, new_signs
 from tests.grpo_core.rewards.conftest import refusal
@@ -192,6 +193,18 @@ def found(rows: Sequence[Row], stream: Stream = "tokens") -> list[tuple[str, int
         # Of two steps the second one alone can clip.
         ("clipped", {"clip_ratio/region_mean": 0.276}, {"clip_ratio/region_mean": 0.274}, 5),
         ("parity", {PARITY_SHARE: 0.8}, {PARITY_SHARE: 0.799}, 1),
+        (
+            "previews",
+            {RANK_CORRELATION_MIN: 0.59, RANK_CORRELATION: 0.7},
+            {RANK_CORRELATION_MIN: 0.6, RANK_CORRELATION: 0.7},
+            3,
+        ),
+        (
+            "previews",
+            {RANK_CORRELATION_MIN: 0.5, RANK_CORRELATION: 0.74},
+            {RANK_CORRELATION_MIN: 0.5, RANK_CORRELATION: 0.75},
+            3,
+        ),
     ],
 )
 def test_both_sides_of_each_threshold(name: str, sick: dict[str, float], well: dict[str, float], count: int) -> None:

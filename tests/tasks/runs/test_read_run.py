@@ -17,7 +17,7 @@ from tasks.metrics import pool_rounds, stage_metrics
 from tasks.runs.layout import STAGES, SamplingRound, StoredEvaluation
 from tasks.runs.read_run import gather_metrics, read_metrics, read_run, with_earlier, write_metrics
 from tasks.runs.reader import RunReader
-from tasks.runs.run_view import EvaluationView, RunView
+from tasks.runs.run_view import Cost, EvaluationView, IterationView, RunHistory, RunView
 from tasks.storage.artifacts.reference import ArtifactRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tests.tasks.reports.made_runs import RunMaker, flip_last_byte, whole_run
@@ -80,6 +80,20 @@ def test_seconds_and_speeds_count_all_rounds_and_memory_the_highest_of_them() ->
     assert (metrics["seconds/rollouts"], metrics["seconds/rewards"]) == (5.0, 1.0 + 0.75)
     assert (metrics["samples_per_second"], metrics["tokens_per_second"]) == (10 / 5, (40 + 20) / 5)
     assert {name: value for name, value in metrics.items() if "gpu" in name} == {"gpu_memory/rollouts": 4.0}
+
+
+def test_of_previews_time_memory_and_speed_count() -> None:
+    scores = {"x": artifact("d", 1.0, reward=9.0), "y": artifact("e", 1.5)}
+    previewed = StoredEvaluation(artifact("c", 2.0, 32), artifact("f", 0.5, reward=9.0), scores, {})
+    rounds = [SamplingRound(artifact("a", 3.0, 7), {"x": artifact("b", 0.25, x=1.0)}, previewed)] * 2
+    metrics = gather_metrics(rounds, ADVANTAGES, UPDATE, None)
+    assert (metrics["reward"], metrics["x"]) == (0.4, 1.0)
+    seconds = {name: metrics[f"seconds/previews/{name}"] for name in ("rollouts", "rewards", "advantages")}
+    assert seconds == {"rollouts": 4.0, "rewards": 3.0, "advantages": 1.0}
+    assert metrics["step_time"] == 8.0 + 2 * (3.0 + 0.25) + 0.25 + 0.5
+    assert metrics["samples_per_second"] == 14 / (8.0 + 6.0)
+    history = RunHistory(name="x", folder="x", iterations=[IterationView(1, {}, metrics)])
+    assert history.cost() == Cost(samples=14, seconds=metrics["step_time"])
 
 
 def test_drafts_count_once_and_a_replay_has_advantages_and_an_update() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 
 from grpo_core.errors import InputError
@@ -76,6 +77,20 @@ def test_sizes_are_within_the_table_of_positions(saved_folder: SavedFolder, name
     refuse_size(saved, ImageSize(side, 32))
     with pytest.raises(InputError, match=f" {side} pixels"):
         refuse_size(saved, ImageSize(32, side + 4))
+
+
+def test_a_schedule_that_is_stretched_has_no_single_step(saved_folder: SavedFolder, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved_folder("sd3"), tmp_path / "changed"))
+    FAMILY.refuse_unusable(str(folder), settings(num_inference_steps=1))
+    change(folder / "scheduler" / "scheduler_config.json", shift_terminal=0.02)
+    refused = refusal(folder, settings(num_inference_steps=1))
+    assert (refused.place, refused.value) == ("rollout.num_inference_steps", 1)
+    FAMILY.refuse_unusable(str(folder), settings(num_inference_steps=2))
+    for steps in (1, 2):
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder / "scheduler")
+        with np.errstate(invalid="ignore"):
+            scheduler.set_timesteps(sigmas=[1.0, 0.5][:steps])
+        assert bool(scheduler.sigmas.isfinite().all()) == (steps == 2)
 
 
 @pytest.mark.parametrize(
