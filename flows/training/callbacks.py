@@ -199,12 +199,13 @@ class Callbacks:
 
 
 def format_sampling_time(config: RunConfig, evaluation: EvaluationView) -> str:
-    """Format the time that a run's samples take at the pace of its first evaluation."""
+    """Format the time that a run's samples take at the pace of its first evaluation, which may load the model too."""
     rows = evaluation.stages[ROLLOUTS][0].rows
     evaluations = sum(config.is_evaluated(iteration) for iteration in range(1, config.run.iterations + 1))
     samples = config.samples_per_iteration * config.run.iterations + rows * evaluations
     taken, seconds = duration(evaluation.seconds / rows * samples), duration(evaluation.seconds)
-    return f"{samples:,} samples take about {taken} in all, since {rows:,} took {seconds}; updates are not counted"
+    known = f"since {rows:,} took {seconds}, with what was loaded"
+    return f"{samples:,} samples take at most about {taken} in all, {known}; updates are not counted"
 
 
 def format_progress_line(
