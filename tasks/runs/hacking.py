@@ -179,7 +179,7 @@ def fallen_measures(
 
 
 def _unknown(reason: str) -> Verdict:
-    return Verdict("unknown", "unknown", (reason,))
+    return Verdict("unknown", "not measured", (reason,))
 
 
 def _measured_only(run: RunHistory) -> dict[str, Points]:
