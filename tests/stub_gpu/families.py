@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from configs.loader import read_config
 from configs.placement import PlacementSection
 from configs.schema import RunConfig
-from configs.training import VelocityUpdateSection
+from configs.training import ALGORITHMS, VelocityUpdateSection
 from grpo_core.collect import collect_rollouts, join_groups
 from grpo_core.policies.causal_lm.policy import CausalLMPolicy
 from grpo_core.policies.protocol import Policy, policy_family
@@ -58,6 +58,8 @@ class Family:
     with_images: bool = False
     updates: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"update": {}})
     static: bool = False
+    # Others that train on the same rollouts, with what they are compared with.
+    algorithms: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 _GLM = {"guidance_scale": 1.5, "height": 32, "width": 32}
@@ -82,6 +84,7 @@ FAMILIES = {
         _MORE_STEPS,
         ("a red circle",) * 2,
         updates={"update": {"timesteps_per_image": 1}},
+        algorithms={"awm": {}, "v_grpo": {"clip_range": 0.1}, "ram": {"kl_coef": 0.5}},
     ),
     "causal_lm": Family(
         "tiny_text", {"max_completion_length": 9}, {"token": {"max_completion_length": 25}}, _WORDS, static=True
@@ -118,7 +121,7 @@ class Runner:
         for path, update in family.updates.items():
             values |= {f"{path}.{name}": value for name, value in (_UPDATE | update).items()}
         given = [f"{name}={json.dumps(value)}" for name, value in values.items()]
-        self.family = family
+        self.family, self.algorithm = family, ""
         self.config = read_config(f"configs/{family.config}.yaml", [*given, *overrides])
         self.settings: Any = policy_family(self.config.policy.kind).settings(self.config.rollout.model_dump())
         spec = ModelSpec(section=self.config.policy, digest="", adapter_seed=0, references=self.config.references)
@@ -156,6 +159,9 @@ class Runner:
         rows = join_groups(groups, advantages, stream)
         rows = rows.select(range(0, len(rows), share))
         update: Any = self.config.updates[stream]
+        if self.algorithm:
+            given = _UPDATE | {"timesteps_per_image": 1} | dict(self.family.algorithms[self.algorithm])
+            update = ALGORITHMS[stream][self.algorithm](**given)
         settings = update.model_copy(update={"minibatch_size": len(rows)})
         process_group.distribute(component.trained)
         optimizer = PolicyOptimizer(component.trainable_parameters(), settings)
@@ -166,7 +172,7 @@ class Runner:
         return result
 
 
-def numbers(groups: Sequence[RolloutGroup], updates: Mapping[Stream, Any]) -> dict[str, float]:
+def numbers(groups: Sequence[RolloutGroup], updates: Mapping[Any, Any]) -> dict[str, float]:
     """What two devices have to agree on: what was sampled, and the metrics of the updates."""
     found = dict[str, float]()
     for stream, result in updates.items():
@@ -248,17 +254,20 @@ def measure(family: Family) -> Found:
         here = Runner(family, "cpu")
         here_groups = groups = here.sample()
         found = Found(cpu=numbers(groups, {stream: here.update(groups, stream) for stream in here.policy.components}))
+        for here.algorithm in family.algorithms:
+            result = here.update(groups, "denoising")
+            found.cpu |= {**numbers([], {here.algorithm: result}), f"{here.algorithm}: memory above nft's": 0}
     with sdpa_kernel(SDPBackend.MATH), HostValues(everything=True) as values:
         runner, meter = Runner(family, "cuda"), Meter(values, found)
         groups, updates = runner.sample(), {}
         for stream in runner.policy.components:
-            runner.update(groups, stream, 4)  # what the first update alone makes is not counted
-            half = meter.run(partial(runner.update, groups, stream, 2))
-            whole = meter.run(partial(runner.update, groups, stream))
-            rows = sum(len(group.outputs) for group in groups)
-            meter.compare(f"{stream} microbatch", half, whole, EPOCHS * (rows - rows // 2) // MICROBATCH)
-            updates[stream] = whole.result
+            updates[stream] = compare_updates(runner, meter, groups, stream)
         found.cuda = numbers(groups, updates)
+        most = torch.cuda.max_memory_allocated()
+        for runner.algorithm in family.algorithms:
+            result = compare_updates(runner, meter, groups, "denoising")
+            above = max(0, torch.cuda.max_memory_allocated() - most)
+            found.cuda |= {**numbers([], {runner.algorithm: result}), f"{runner.algorithm}: memory above nft's": above}
         if family.static:
             compare_static(runner, here_groups, found)
         if isinstance(runner.policy, CausalLMPolicy):
@@ -284,6 +293,17 @@ def measure(family: Family) -> Found:
         found.attention = {name: count for name, count in values.operations.items() if "attention" in name}
         found.exact_products = values.exact_products
     return found
+
+
+def compare_updates(runner: Runner, meter: Meter, groups: Sequence[RolloutGroup], stream: Stream) -> Any:
+    """Count what a microbatch takes, and return what the update of all rows, which is the last one, found."""
+    runner.update(groups, stream, 4)  # what the first update alone makes is not counted
+    half = meter.run(partial(runner.update, groups, stream, 2))
+    whole = meter.run(partial(runner.update, groups, stream))
+    rows = sum(len(group.outputs) for group in groups)
+    unit = f"{stream} microbatch" + (f", {runner.algorithm}" if runner.algorithm else "")
+    meter.compare(unit, half, whole, EPOCHS * (rows - rows // 2) // MICROBATCH)
+    return whole.result
 
 
 def length(unit: str, sampled: Counted, rollout: Mapping[str, Any]) -> int:
