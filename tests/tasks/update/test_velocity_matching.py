@@ -1,4 +1,4 @@
-"""DiffusionNFT over stored rollouts: finished latents are stored and trained on, and the next update goes on."""
+"""Velocities matched on stored rollouts: finished latents are stored and trained on, and the next update goes on."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from configs.training import NftUpdateSection
+from configs.training import AwmUpdateSection, NftUpdateSection
 from tasks.execution.resources import resource, run_resources
 from tasks.models.initial import weights_digest
 from tasks.models.resident import ModelSpec, ResidentPolicy
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.schemas import NFT_STEPS
+from tasks.storage.schemas import NFT_STEPS, VELOCITY_STEPS
 from tasks.update.job import UpdateJob
 from tasks.update.rows import ALGORITHMS, read_training_rows
 from tests.tasks.update.update_jobs import (
@@ -128,6 +128,26 @@ def test_an_update_goes_on_from_what_is_stored_and_the_old_policy_follows(store:
     assert (tmp_path / "sampler" / ADAPTER).read_bytes() == (old / ADAPTER).read_bytes()
     steps = pl.read_parquet(tmp_path / "second" / "denoising" / "update_steps.parquet")
     assert steps["velocity_change"][0] > 0
+
+
+def test_a_method_without_an_old_policy_stores_none_and_trains_what_nft_sampled(
+    store: ArtifactStore, tmp_path: Path
+) -> None:
+    awm = AwmUpdateSection(minibatch_size=4, micro_batch_size=4, timesteps_per_image=2, kl_coef=0.3)
+    with run_resources():
+        job = nft_job()
+        policy = commit(store, job, tmp_path / "first", alone(job, tmp_path / "first"))
+        # Its images are by the old policy of version 1, which is another than the version itself.
+        rollouts = DECODER.collect(policy.sampler)
+        later = job_of(DECODER, rollouts, advantages(rollouts), policy=policy, update={"denoising": awm})
+        outcome = alone(later, tmp_path / "second")
+    assert policy.copies["old"] != policy.digest
+    assert not (tmp_path / "second" / "denoising" / "old").exists()
+    assert "old" not in outcome.policy.copies
+    steps = pl.read_parquet(tmp_path / "second" / "denoising" / "update_steps.parquet")
+    assert steps.columns == VELOCITY_STEPS.names
+    assert outcome.metrics["velocity/error"] == pytest.approx(steps["velocity_error"].mean())
+    assert steps["kl"].to_list()[1] > 0
 
 
 @pytest.mark.slow
