@@ -245,12 +245,15 @@ def test_signed_losses_and_gradients_are_those_of_a_plain_loop(
         (RamSettings(kl_coef=0.0), (0, 0)),
     ],
 )
-def test_a_method_computes_the_policies_that_it_compares_with_and_no_other(
-    settings: VelocitySettings, policies: tuple[int, int]
+def test_a_method_computes_the_policies_that_it_compares_with_and_keeps_no_other(
+    settings: VelocitySettings, policies: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The policy before the update is another from the second optimizer step on; 3 and 2 images at four levels."""
-    component, rows = LinearComponent(), rows_of(ADVANTAGES)
+    component, rows, kept = LinearComponent(), rows_of(ADVANTAGES), list[str]()
+    keep = component.trained.keep
+    monkeypatch.setattr(component.trained, "keep", lambda name: kept.append(name) or keep(name))
     trained(component, rows, replace(settings, minibatch_size=3, micro_batch_size=4))
+    assert len(kept) == policies[1] - policies[0]
     assert component.compared == 4 * (3 * policies[0] + 2 * policies[1])
     assert sum(len(each.rows) for each in component.passes) == 4 * 5
     assert "old" not in component.trained.copies
@@ -264,18 +267,20 @@ def test_images_whose_siblings_have_the_same_reward_change_nothing(settings: Vel
     assert torch.equal(component.weight, start)
 
 
-def test_images_of_a_prompt_can_share_their_noise() -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_images_of_a_prompt_can_share_their_noise(shared: bool) -> None:
     component = LinearComponent()
     rows = changed(rows_of([1.0] * 4), prompts=("0", "1") * 2)
-    trained(component, rows, replace(SETTINGS, shared_noise=True, micro_batch_size=16))
+    trained(component, rows, replace(SETTINGS, shared_noise=shared, micro_batch_size=16))
     noise: dict[tuple[str, int], list[Tensor]] = {}
     # Of a prompt and a level, rows follow one another.
     for prompt, step, latents in component.passes[0].rows:
         found = noise.setdefault((prompt, step), [])
         image = images_of(rows).states[int(prompt) + 2 * len(found)][0]
         found.append((latents - (1 - SIGMAS[step]) * image) / SIGMAS[step])
-    assert all(len(pair) == 2 and torch.allclose(*pair, atol=1e-12) for pair in noise.values())
-    assert len(torch.stack([pair[0] for pair in noise.values()]).round(decimals=9).unique(dim=0)) == 2 * len(SIGMAS)
+    assert all(len(pair) == 2 for pair in noise.values())
+    values = torch.stack([each for pair in noise.values() for each in pair]).round(decimals=9)
+    assert len(values.unique(dim=0)) == (2 if shared else 4) * len(SIGMAS)
 
 
 def test_images_are_seen_at_every_level_with_noise_of_their_own() -> None:
