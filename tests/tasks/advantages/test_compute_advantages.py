@@ -196,6 +196,28 @@ def test_a_pipeline_without_tokens_compares_every_sample_of_a_prompt(store: Arti
     assert not [name for name in reference.metrics if name.startswith("denoising/")]
 
 
+def test_previews_are_compared_with_full_images_by_their_ranks_in_each_group(store: ArtifactStore) -> None:
+    ranks, full = [1.0, 2.0, 7.0, 8.0], [*(4.0, 3.0, 2.0, 1.0), *(4.0, 1.0, 2.0, 3.0), *(1.0,) * 4]
+    names = sample_ids((4,), 3)
+    columns = {
+        "sample_id": names,
+        "group_id": [name.partition(".")[0] for name in names],
+        "dataset": ["default"] * 12,
+        "columns": ["{}"] * 12,
+        "token_sample": [0] * 12,
+        "preview_rank": ranks * 3,
+        "preview_count": [8] * 12,
+    }
+    schema = rollout_schema("image", ["denoising"], with_previews=True)
+    rollouts = commit_rows(store, "iteration_000001/rollouts", schema, columns)
+    scored = SamplingRound(rollouts, {"ssim": made_scores(store, "ssim", names, full)})
+    metrics = compute([scored], ("denoising",)).metrics
+    # Spearman .2 over the kept ones, whose ranks have a variance of 9.25 where those of all eight have 5.25.
+    lower = 0.2 / (9.25 / 5.25 * (1 - 0.2**2) + 0.2**2) ** 0.5
+    assert metrics["previews/rank_correlation_min"] == pytest.approx(lower)
+    assert metrics["previews/rank_correlation"] == pytest.approx((1 + lower) / 2)
+
+
 def test_the_digest_covers_the_stream(store: ArtifactStore) -> None:
     """Where every draft is rendered once, both streams have the same numbers."""
     scored = made_round(store, {"ssim": [1.0, 3.0]}, (1, 1), ("tokens",))
