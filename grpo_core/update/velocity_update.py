@@ -337,7 +337,7 @@ def _backward(
     if not counts:
         return
     measured = (losses, terms.policy, kl, norm, *terms.measured)
-    sums = torch.stack([values.detach().double().sum() for values in measured])
+    sums = torch.stack([values.detach() for values in measured]).double().sum(-1)
     passes.add([each.row for each in part], losses.isfinite(), sums)
 
 
