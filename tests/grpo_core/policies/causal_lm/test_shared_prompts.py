@@ -190,7 +190,7 @@ def test_an_update_changes_the_weights_as_with_whole_rows(settings: dict[str, An
             computed.append(given["input_ids"].numel())
 
         policy._model.base_model.register_forward_pre_hook(count, with_kwargs=True)
-        result = updated(policy, rows, **settings)
+        result = updated(policy, rows, old_logprobs="recompute", **settings)
         found[shares] = result.metrics(), values_of(policy.trainable_parameters())
         positions[shares] = sum(computed)
     torch.testing.assert_close(found[True][1], found[False][1], rtol=0, atol=1e-5)
