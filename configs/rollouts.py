@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BeforeValidator, Field, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from configs.sections import EvaluateSection
+from configs.prompts import EvaluateSection
 from configs.validation import Section
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CausalLMSettings

@@ -1,12 +1,13 @@
 """The complete configuration of a training run, of a replay and of a file of rewards, and what identifies a run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, ValidationInfo, model_validator
 
 from configs.placement import PlacementSection, StorageSection
+from configs.prompts import DataSection, DatasetSection, EvaluateSection, PromptsSection
 from configs.rollouts import (
     DiffusersRolloutSection,
     GlmImageRolloutSection,
@@ -15,16 +16,7 @@ from configs.rollouts import (
     VisionRolloutSection,
 )
 from configs.scoring import AdvantagesSection, GuardrailsSection, RewardSection
-from configs.sections import (
-    DataSection,
-    DatasetSection,
-    EvaluateSection,
-    Kind,
-    PolicySection,
-    PromptsSection,
-    RunSection,
-    kind_of,
-)
+from configs.sections import Kind, PolicySection, RunSection, kind_of
 from configs.training import (
     ALGORITHMS,
     GRPO,
@@ -326,38 +318,3 @@ class RewardsFile(Section):
 
     rewards: tuple[RewardSection, ...] = Field(min_length=1)
     advantages: AdvantagesSection | None = Field(None, description="null: as the rollouts were trained with")
-
-
-_STAGES = ("policy", "data", "rollout", "advantages", "update")
-
-
-def run_identity(config: RunConfig) -> dict[str, Any]:
-    """Return the settings that determine the policies and rollouts of a run, as JSON values.
-
-    Memory, placement, storage, evaluation and guardrails are left out, and so is the number of iterations, unless the
-    learning rate schedule depends on it: otherwise more iterations only continue the run.
-    """
-    run = config.run
-    bound = any(update.total_steps is None and update.lr_scheduler in WITH_LENGTH for update in config.updates.values())
-    return {
-        **{name: getattr(config, name).result_settings() for name in _STAGES},
-        "run": {"seed": run.seed, "staleness": run.staleness, **({"iterations": run.iterations} if bound else {})},
-        # Keyed by label, so that a reported change names the reward.
-        "rewards": {section.label: section.result_settings() for section in config.rewards},
-    }
-
-
-def changed_settings(previous: Mapping[str, Any], current: Mapping[str, Any], path: str = "") -> Sequence[str]:
-    """Return `section.key was -> is` for every value that differs; a complete section is added or removed."""
-    changes: list[str] = []
-    for key in sorted({*previous, *current}):
-        was, now = previous.get(key), current.get(key)
-        if isinstance(was, Mapping) and isinstance(now, Mapping):
-            changes += changed_settings(was, now, f"{path}{key}.")
-        elif isinstance(was, Mapping) and now is None:
-            changes.append(f"{path}{key} removed")
-        elif isinstance(now, Mapping) and was is None:
-            changes.append(f"{path}{key} added")
-        elif was != now:
-            changes.append(f"{path}{key} {was} -> {now}")
-    return changes

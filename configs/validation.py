@@ -29,6 +29,7 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN), Uses.NOTHING]
 RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._~-]{0,99}$"
 """Names of runs: NAME~1 is what an earlier configuration of NAME made."""
 RunName = Annotated[str, Field(pattern=RUN_NAME_PATTERN), Uses.NOTHING]
+OptionalText = Annotated[str | None, Uses.NOTHING, Field(min_length=1)]
 
 # The reward, the schedule or the loss defines these keys and values.
 _FREE_MAPPINGS = ("settings", "lr_scheduler_kwargs", "optimizer_kwargs", "loss_settings")

@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from configs.schema import RunConfig, changed_settings
-from configs.sections import PromptsSection
+from configs.identity import changed_settings
+from configs.prompts import PromptsSection
+from configs.schema import RunConfig
 from grpo_core.rewards.registry import build_reward
 from grpo_core.rollouts.messages import shown_question
 from grpo_core.user_code.files import changed_parts, follow_code

@@ -10,8 +10,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from configs.identity import run_identity
 from configs.policy_name import PolicyName
-from configs.schema import ReplayConfig, RunConfig, run_identity
+from configs.schema import ReplayConfig, RunConfig
 from flows.pipeline.changes import HELDOUT, INPUTS, changed_images, identity_difference, inputs_of, prompt_inputs
 from flows.preflight.model import trained_model
 from grpo_core.errors import InputError, raise_all

@@ -6,8 +6,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
 
+from configs.prompts import DataSection, DatasetSection
 from configs.schema import RewardsFile, RunConfig
-from configs.sections import DataSection, DatasetSection
 from flows.preflight.prompts import PromptFiles, check_prompts, read_prompt_files
 from flows.preflight.rewards import check_rewards, reward_problems
 from grpo_core.errors import InputError, raise_all

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from configs.contradictions import contradictions, pools_of
+from configs.prompts import DataSection
 from configs.schema import ReplayConfig, RunConfig
-from configs.sections import DataSection, LoraSection
+from configs.sections import LoraSection
 from flows.preflight.engine import check_engine
 from flows.preflight.files import check_storage, checked_once, prepare_hub, read_files
 from flows.preflight.machine import compare_disk, describe_work

@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from configs.prompts import DatasetSection
 from configs.rollouts import ImageRolloutSection
 from configs.schema import RunConfig
-from configs.sections import DatasetSection
 from grpo_core.errors import InputError
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rollouts.messages import answer_begun

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from configs.sections import CurriculumSection
+from configs.prompts import CurriculumSection
 from grpo_core.rollouts.streams import ImageSize
 from grpo_core.seeds import derive_seed
 from tasks.prompts.read import Prompt

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from configs.schema import changed_settings
+from configs.identity import changed_settings
 from grpo_core.errors import InputError, raise_all
 from tasks.execution.call import code_of
 from tasks.execution.errors import ErrorRecord, LostStageError, RemoteStageError, StageCancelledError

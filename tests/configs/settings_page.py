@@ -16,9 +16,10 @@ from pydantic_core import PydanticUndefined
 
 import configs
 from configs.placement import PlacementSection, StorageSection
+from configs.prompts import DataSection, DatasetSection, EvaluateSection
 from configs.schema import ROLLOUTS
 from configs.scoring import AdvantagesSection, GuardrailsSection, RewardSection
-from configs.sections import DataSection, DatasetSection, EvaluateSection, PolicySection, RunSection
+from configs.sections import PolicySection, RunSection
 from configs.training import ALGORITHMS, UpdateSection
 from configs.trl_names import OTHER_MEANING, TRL_NAMES, options_without_setting
 

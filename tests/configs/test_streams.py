@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 import configs
+from configs.identity import changed_settings, run_identity
 from configs.loader import as_config, check_config, read_config
-from configs.schema import ReplaySection, RunConfig, as_replay, changed_settings, run_identity
+from configs.schema import ReplaySection, RunConfig, as_replay
 from configs.scoring import RewardSection
 from configs.training import (
     AwmUpdateSection,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.sections import CurriculumSection
+from configs.prompts import CurriculumSection
 from tasks.prompts import curriculum
 from tasks.prompts.curriculum import (
     DrawnPrompt,
