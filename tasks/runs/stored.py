@@ -53,10 +53,7 @@ def stored_config(store: ArtifactStore, overrides: Sequence[str] = ()) -> RunCon
 
 def locate_paths(values: Any, store: ArtifactStore) -> None:
     """Replace the paths in plain values that lead from where a run was started by those from the working directory."""
-    storage = values.get("storage") if isinstance(values, dict) else None
-    root = Path(str(storage.get("root", "")) if isinstance(storage, dict) else "")
-    # A run with the root out/runs was started two folders above it.
-    above = root.parts if is_local(store.filesystem) and not root.is_absolute() and ".." not in root.parts else ()
+    above = _folders_above(values) if is_local(store.filesystem) else ()
     started = os.path.relpath(os.path.join(store.root, *[".."] * len(above)))
 
     def located(path: str) -> str:
@@ -68,14 +65,26 @@ def locate_paths(values: Any, store: ArtifactStore) -> None:
 
 
 def portable(settings: dict[str, Any]) -> dict[str, Any]:
-    """Replace the absolute paths in plain settings that lead below the working directory by relative ones."""
+    """Replace the absolute paths in plain settings that lead below the working directory by relative ones.
+
+    None where the storage root does not lead back to that folder, which :func:`locate_paths` could not find then.
+    """
     here = Path.cwd()
 
     def stored(path: str) -> str:
         return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
-    _replace_paths(settings, stored)
+    if _folders_above(settings) or Path(settings["storage"]["root"]).parent == here:
+        _replace_paths(settings, stored)
     return settings
+
+
+def _folders_above(values: Any) -> tuple[str, ...]:
+    """Return the folders of a storage root relative to the one that a run was started in: two of out/runs."""
+    storage = values.get("storage") if isinstance(values, dict) else None
+    root = str(storage.get("root", "")) if isinstance(storage, dict) else ""
+    parts = Path(root).parts
+    return () if Path(root).is_absolute() or {"..", "~"} & {*parts} or "://" in root else parts
 
 
 def paths_beside_root(settings: dict[str, Any], store: ArtifactStore) -> dict[str, Any]:

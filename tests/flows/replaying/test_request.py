@@ -181,12 +181,16 @@ def test_relative_paths_of_the_source_lead_from_any_folder(finished: Runs, monke
 
 
 def test_paths_of_a_run_lead_from_where_it_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The root out/runs is two folders below; absolute paths below that folder become relative."""
+    """The root out/runs is two folders below; absolute paths become relative where the root leads to their folder."""
     (tmp_path / "before" / "out" / "runs").mkdir(parents=True)
     (tmp_path / "before" / "reward.py").touch()
     monkeypatch.chdir(tmp_path / "before")
     given = {"function": f"{Path.cwd()}/reward.py:score", "model": str(tmp_path / "model")}
-    stored: dict[str, Any] = {**portable(given), "storage": {"root": "out/runs"}}
+    for elsewhere in (str(tmp_path / "runs"), "../runs", "~/runs", "s3://bucket/runs"):
+        assert portable({**given, "storage": {"root": elsewhere}})["function"] == given["function"]
+    beside = {"root": f"{Path.cwd()}/runs"}
+    assert portable({**given, "storage": beside})["function"] == "reward.py:score"
+    stored = portable({**given, "storage": {"root": "out/runs"}})
     assert (stored["function"], stored["model"]) == ("reward.py:score", str(tmp_path / "model"))
     (tmp_path / "before").rename(tmp_path / "after")
     monkeypatch.chdir(tmp_path)
