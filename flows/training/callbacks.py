@@ -204,8 +204,9 @@ def format_sampling_time(config: RunConfig, evaluation: EvaluationView) -> str:
     evaluations = sum(config.is_evaluated(iteration) for iteration in range(1, config.run.iterations + 1))
     samples = config.samples_per_iteration * config.run.iterations + rows * evaluations
     taken, seconds = duration(evaluation.seconds / rows * samples), duration(evaluation.seconds)
-    known = f"since {rows:,} took {seconds}, with what was loaded"
-    return f"{samples:,} samples take at most about {taken} in all, {known}; updates are not counted"
+    known, previews = f"since {rows:,} took {seconds}, with what was loaded", getattr(config.rollout, "previews", None)
+    others = "updates and previews" if previews else "updates"
+    return f"{samples:,} samples take at most about {taken} in all, {known}; {others} are not counted"
 
 
 def format_progress_line(

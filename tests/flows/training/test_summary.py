@@ -129,8 +129,12 @@ def test_samples_take_as_long_as_in_the_evaluation_before() -> None:
     """40 iterations of 16 x 8 samples, and 4 evaluations of 10, are 5,160: 516 times the 10 that took 7 s."""
     sampled, quick, slow = (ADVANTAGES.model_copy(update={"rows": 10, "seconds": each}) for each in (4.0, 1.0, 2.0))
     parts = {"rollouts": (sampled,), "rewards": (quick, slow), "advantages": (quick,)}
-    line = format_sampling_time(read_config(CONFIGS / "tiny_text.yaml"), EvaluationView(0, parts, {}))
+    before = EvaluationView(0, parts, {})
+    line = format_sampling_time(read_config(CONFIGS / "tiny_text.yaml"), before)
     assert "5,160 samples take at most about 1:00:12 in all, since 10 took 0:00:07" in line
+    chosen = ["rollout.previews.per_prompt=24", "rollout.previews.steps=4"]
+    previewed = format_sampling_time(read_config(CONFIGS / "tiny_sd3_nft.yaml", chosen), before)
+    assert ["previews" in each for each in (line, previewed)] == [False, True]
 
 
 CONFIGS = REPOSITORY / "configs"
