@@ -129,7 +129,12 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
 
     def result_settings(self) -> dict[str, Any]:
         """Return the fields that determine results; those that are seldom set where they are."""
-        unset: dict[str, Any] = {"minibatches": None, "optimizer_kwargs": {}, "shared_noise": False}
+        unset: dict[str, Any] = {
+            "minibatches": None,
+            "optimizer_kwargs": {},
+            "shared_noise": False,
+            "old_logprobs": "auto",
+        }
         return {name: value for name, value in super().result_settings().items() if (name, value) not in unset.items()}
 
     def contradictions(self) -> Iterator[InputError]:
@@ -176,7 +181,7 @@ class BaseUpdateSection(Section, StepSettings, OptimizerSettings):
 class UpdateSection(BaseUpdateSection, UpdateSettings):
     """How stored rollouts change the policy by their importance ratios."""
 
-    keyless = BaseUpdateSection.keyless | {"backward_per_step", "old_logprobs"}
+    keyless = BaseUpdateSection.keyless | {"backward_per_step"}
 
     algorithm: Literal["grpo"] = Field(GRPO, description=_OF_DENOISING)
     loss_settings: Annotated[dict[str, float], Uses.NOTHING] = Field(default_factory=dict)

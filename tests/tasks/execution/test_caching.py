@@ -142,6 +142,7 @@ DETERMINING = [
     ("update", {"advantages": artifact("other")}),
     ("update", {"updates": {"tokens": Update(learning_rate=2e-5)}}),
     ("update", {"updates": {"tokens": Update(), "denoising": Update()}}),
+    ("update", {"updates": {"tokens": Update(old_logprobs="recompute")}}),
     ("update", {"seed": 1}),
     ("update", {"model": model(adapter_seed=2)}),
     ("update", {"model": model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(rank=2)))}),
