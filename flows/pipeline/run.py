@@ -138,7 +138,11 @@ def plan_heldout(config: RunConfig, heldout: Sequence[PromptSet], version: int) 
 def heldout_digest(config: RunConfig, heldout: Sequence[PromptSet]) -> str | None:
     """Return the sha256 of the plan for version 0, which run.json records; None without held-out prompts."""
     plan = plan_heldout(config, heldout, 0)
-    return None if plan is None else hashlib.sha256(plan.model_dump_json().encode()).hexdigest()
+    if plan is None:
+        return None
+    # A target is known by its bytes, wherever it is.
+    named = plan.model_dump_json(exclude={"groups": {"__all__": {"target_uri"}}})
+    return hashlib.sha256(named.encode()).hexdigest()
 
 
 def _shares_noise(rollout: RolloutSection) -> bool:

@@ -17,7 +17,8 @@ from configs.schema import RunConfig
 from flows.command_line.options import RESTART, ask_about_change
 from flows.pipeline import lineage
 from flows.pipeline.lineage import ChangedRunError, read_valid_description
-from flows.pipeline.run import changed_run, start_run
+from flows.pipeline.run import changed_run, heldout_digest, start_run
+from flows.preflight.inputs import check_inputs
 from tasks.execution import caching
 from tasks.execution.fingerprint import code_fingerprint
 from tasks.progress import listen
@@ -332,3 +333,20 @@ def test_without_its_description_it_becomes_an_earlier_run(prompts: Path) -> Non
     assert {path.name for path in earlier.iterdir()} == {
         *("config.yaml", "iteration_000001", "notes", "run.json", "starts.jsonl")
     }
+
+
+def test_held_out_prompts_are_the_same_wherever_their_targets_are(tmp_path: Path) -> None:
+    """The folder of targets is spelled in another way, then copied, then one of its images is another."""
+    own = REPOSITORY / "data" / "targets"
+    copied = shutil.copytree(own, tmp_path / "targets")
+    folders: tuple[Path | str, ...] = ("data/targets", own, copied)
+
+    def digest(folder: Path | str) -> str | None:
+        config = read_config(TINY, (f"evaluate.targets={folder}", f"storage.root={tmp_path}/runs"))
+        return heldout_digest(config, check_inputs(config).heldout)
+
+    assert len({digest(each) for each in folders}) == 1
+    first, second, *_ = sorted(copied.glob("*.png"))
+    for image in sorted(copied.glob("*.png")):
+        shutil.copy(first if image != first else second, image)
+    assert digest(copied) != digest(own)
