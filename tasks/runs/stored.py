@@ -67,7 +67,7 @@ def locate_paths(values: Any, store: ArtifactStore) -> None:
 def portable(settings: dict[str, Any]) -> dict[str, Any]:
     """Replace the absolute paths in plain settings that lead below the working directory by relative ones.
 
-    None where the storage root does not lead back to that folder, which :func:`locate_paths` could not find then.
+    They stay where the storage root does not lead back to that folder: :func:`locate_paths` could not find it then.
     """
     here = Path.cwd()
 

@@ -223,8 +223,10 @@ def _other_linear_layers(model: nn.Module) -> list[str]:
 
 def _only_read(module: nn.Module, source: str) -> list[str]:
     """Return the linear layers whose weight a module multiplies itself: an adapter would count only while merged."""
-    linear = (name for name, each in module.named_children() if isinstance(each, nn.Linear))
-    return [name for name in linear if f"self.{name}.weight" in source and f"self.{name}(" not in source]
+    linear = [re.escape(name) for name, each in module.named_children() if isinstance(each, nn.Linear)]
+    read = (name for name in linear if re.search(rf"self\.{name}\.weight\b(?!\.(dtype|device))", source))
+    # One that is called, or handed to what calls it, is mentioned as it is.
+    return [name for name in read if not re.search(rf"self\.{name}\b(?!\.)", source)]
 
 
 def _forward_of(kind: type[nn.Module]) -> str:

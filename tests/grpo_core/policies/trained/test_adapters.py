@@ -176,15 +176,16 @@ def test_merged_adapters_compute_the_same_with_fewer_products(
 
 
 class Reads(torch.nn.Module):
-    """One layer is called; of another the weight is read, as by some routers and by PyTorch's own attention."""
+    """One layer is called, one handed on; of another the weight is read, as by routers and by PyTorch's attention."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.called, self.read = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.called, self.read, self.handed = (torch.nn.Linear(4, 4) for _ in range(3))
         self.attention = torch.nn.MultiheadAttention(4, 2)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         values = self.called(values) + torch.nn.functional.linear(values, self.read.weight)
+        values = torch.nn.Sequential(self.handed)(values.to(self.handed.weight.dtype))
         return self.attention(values, values, values)[0]
 
 
@@ -199,7 +200,7 @@ def test_a_layer_that_is_only_read_gets_no_adapter() -> None:
     expected = trained.model(values)
     with trained.merged():
         torch.testing.assert_close(trained.model(values), expected)
-    assert {name.split(".")[2] for name in weights_of(trained)} == {"called"}
+    assert {name.split(".")[2] for name in weights_of(trained)} == {"called", "handed"}
 
 
 def test_weights_come_back_when_sampling_fails() -> None:
