@@ -20,7 +20,7 @@ For finished runs:
 
 reports      tables, curves, images and pages
 pruning      deletes what a run does not need
-verification stored stages against the same stages computed again
+verification  stored stages against the same stages computed again
 
 progress     log lines and progress totals of a stage
 process      the folder that this program runs from, the environment of children, pauses of garbage collection
