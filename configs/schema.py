@@ -34,6 +34,7 @@ from grpo_core.policies.protocol import policy_family
 from grpo_core.policies.trained.settings import Reference
 from grpo_core.rollouts.streams import STREAMS, Stream
 from grpo_core.update.settings import WITH_LENGTH
+from grpo_core.update.velocity_settings import VelocitySettings
 from grpo_core.uses import Uses
 
 ROLLOUTS: Mapping[Kind, type[RolloutSection]] = {
@@ -247,6 +248,12 @@ class RunConfig(ByPolicy):
     def update_path(self, stream: Stream) -> str:
         """Return where the update of a trained stream is configured, for messages."""
         return f"update.{stream}" if isinstance(self.update, StreamUpdatesSection) else "update"
+
+    @property
+    def cautions(self) -> tuple[str, ...]:
+        """What a training with these settings has to expect, each with its place."""
+        matched = {s: update for s, update in self.updates.items() if isinstance(update, VelocitySettings)}
+        return tuple(f"{self.update_path(s)}.{caution}" for s, update in matched.items() for caution in update.cautions)
 
     @property
     def references(self) -> Mapping[Stream, Reference]:

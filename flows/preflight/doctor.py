@@ -32,7 +32,6 @@ from grpo_core.hub import cached_folder, download_command, one_message, plan_dow
 from grpo_core.policies.estimate import MemoryEstimate
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rollouts.streams import ImageSize
-from grpo_core.update.velocity_settings import VelocitySettings
 from tasks.models.initial import training_choices
 from tasks.reports.report import Report
 from tasks.reports.text import counted
@@ -92,13 +91,8 @@ def examine(
     weights = find_weights(config)
     prompts = read_prompt_files(config)
     findings: list[Finding] = []
-    cautions = tuple(
-        f"{config.update_path(stream)}.{caution}"
-        for stream, update in config.updates.items()
-        if isinstance(update, VelocitySettings)
-        for caution in update.cautions
-    )
-    notes = {"prompts": prompts.notes, "engine": engine_notes(config), "weights": weights.notes, "work": cautions}
+    notes = {"prompts": prompts.notes, "engine": engine_notes(config), "weights": weights.notes}
+    notes["work"] = config.cautions
     for subject, check in CHECKS.items():
         found = _problems(subject, check(config, prompts))
         if not found and subject == "rewards":

@@ -94,7 +94,7 @@ def check_inputs(config: RunConfig) -> RunInputs:
         inputs.store.files.cache.require_usable()
     # Last, since it imports Prefect, which takes seconds.
     require_server()
-    return replace(inputs, notes=(*inputs.notes, *notes), ahead=ahead)
+    return replace(inputs, notes=(*inputs.notes, *notes, *config.cautions), ahead=ahead)
 
 
 def check_evaluation(config: RunConfig) -> RunInputs:

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from configs.loader import read_config
+from flows.preflight.doctor import examine
 from flows.preflight.inputs import check_inputs
+from tests.flows.conftest import TINY_SD3_NFT
 from tests.flows.preflight.test_inputs import only, refused
 from tests.grpo_core.policies.diffusers.tiny_pipelines import save
 
@@ -42,6 +44,22 @@ def pipeline_run(folder: Path, file: str = "", **changes: object) -> str:
     }
     (folder / "config.yaml").write_text(json.dumps(config))
     return str(folder / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "cautions"),
+    [
+        ((), 1),
+        (("update.kl_coef=0.1",), 0),
+        (("update.algorithm=ram", "~update.nft_beta"), 1),
+        (("update.algorithm=ram", "~update.nft_beta", "update.kl_coef=0"), 2),
+    ],
+)
+def test_a_start_cautions_as_doctor_does(tmp_path: Path, changes: tuple[str, ...], cautions: int) -> None:
+    config = read_config(TINY_SD3_NFT, [f"storage.root={tmp_path}/runs", *changes])
+    (work,) = (each.notes for each in examine(config).findings if each.subject == "work")
+    assert len(work) == cautions
+    assert {*work} == {each for each in check_inputs(config).notes if each.startswith("update.")}
 
 
 class TestPipelines:
