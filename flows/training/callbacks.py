@@ -20,6 +20,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import FlowPauseTimeout
 from prefect.flow_runs import apause_flow_run
 
+from configs.rollouts import ImageRolloutSection, RolloutSection
 from configs.schema import ReplayConfig, ReplaySection, RunConfig
 from flows.pipeline.prefect_ui import artifact_key, artifact_link, folder_link
 from flows.pipeline.run import Run
@@ -28,6 +29,7 @@ from flows.pruning.prune import PolicyKeeper
 from flows.tracking import RunTrackers, tracking
 from flows.training.history import TrainingHistory, evaluate_now
 from flows.training.hooks import call_hook
+from grpo_core.policies.denoising.settings import DenoisingSettings
 from tasks.metrics import HELDOUT
 from tasks.progress import advance_run, log
 from tasks.reports.iteration import IterationRecord, iteration_markdown, iteration_table
@@ -199,14 +201,26 @@ class Callbacks:
 
 
 def format_sampling_time(config: RunConfig, evaluation: EvaluationView) -> str:
-    """Format the time that a run's samples take at the pace of its first evaluation, which may load the model too."""
+    """Format the time that a run's samples take at the pace of its first evaluation, which may load the model too.
+
+    Training samples that need more work than held-out ones, such as more denoising steps, take longer by as much.
+    """
     rows = evaluation.stages[ROLLOUTS][0].rows
-    evaluations = sum(config.is_evaluated(iteration) for iteration in range(1, config.run.iterations + 1))
-    samples = config.samples_per_iteration * config.run.iterations + rows * evaluations
-    taken, seconds = duration(evaluation.seconds / rows * samples), duration(evaluation.seconds)
+    heldout = rows * sum(config.is_evaluated(iteration) for iteration in range(1, config.run.iterations + 1))
+    trained = config.samples_per_iteration * config.run.iterations
+    longer = max(1.0, _work_of(config.rollout) / _work_of(config.evaluation_rollout))
+    samples, seconds = trained + heldout, duration(evaluation.seconds)
+    taken = duration(evaluation.seconds / rows * (trained * longer + heldout))
     known, previews = f"since {rows:,} took {seconds}, with what was loaded", getattr(config.rollout, "previews", None)
     others = "updates and previews" if previews else "updates"
     return f"{samples:,} samples take at most about {taken} in all, {known}; {others} are not counted"
+
+
+def _work_of(rollout: RolloutSection) -> float:
+    """Return the work of a sample in passes over a pixel; 1 for a text, whose settings are the same when held out."""
+    if not isinstance(rollout, ImageRolloutSection) or not isinstance(rollout, DenoisingSettings):
+        return 1.0
+    return rollout.num_inference_steps * (1 + (rollout.guidance_scale > 1)) * rollout.size.pixels
 
 
 def format_progress_line(

@@ -18,6 +18,7 @@ from flows.training.history import TrainingHistory
 from flows.training.summary import TrainSummary
 from grpo_core.update.settings import PARITY_SHARE
 from tasks.reports.iteration import IterationRecord
+from tasks.reports.text import duration
 from tasks.runs.run_view import Cost, EvaluationView
 from tasks.storage.artifacts.reference import ArtifactRef
 from tests.bench.sick_runs import SICK_RUNS, settings_of
@@ -135,6 +136,21 @@ def test_samples_take_as_long_as_in_the_evaluation_before() -> None:
     chosen = ["rollout.previews.per_prompt=24", "rollout.previews.steps=4"]
     previewed = format_sampling_time(read_config(CONFIGS / "tiny_sd3_nft.yaml", chosen), before)
     assert ["previews" in each for each in (line, previewed)] == [False, True]
+
+
+def test_held_out_images_that_are_less_work_take_less_time() -> None:
+    """2 images took 10 s. 1 x 2 x 3 trained ones and 2 held-out ones are 40 s; with a third of the steps before, 100 s.
+
+    With guidance, two passes a step, for training alone: 70 s. More steps held out: the trained images take no longer.
+    """
+    sampled = ADVANTAGES.model_copy(update={"rows": 2, "seconds": 10.0})
+    before = EvaluationView(0, {"rollouts": (sampled,)}, {})
+    sizes = ("run.iterations=1", "rollout.prompts_per_iteration=2", "rollout.group_size=3", "update.minibatch_size=6")
+    settings = ("rollout.num_inference_steps=6", "evaluate.num_inference_steps=2")
+    guided = ("rollout.guidance_scale=3.0", "evaluate.guidance_scale=1.0")
+    for changes, seconds in (((), 40), (settings, 100), (guided, 70), (("evaluate.num_inference_steps=16",), 40)):
+        config = read_config(CONFIGS / "tiny_sd3_nft.yaml", [*sizes, "update.timesteps_per_image=1", *changes])
+        assert f"8 samples take at most about {duration(seconds)} in all" in format_sampling_time(config, before)
 
 
 CONFIGS = REPOSITORY / "configs"
