@@ -49,7 +49,7 @@ class KeepSection(Section):
 class PreviewsSection(Section):
     """Cheap images of many seeds; some are made again with all steps and trained (Sol-RL, arXiv:2604.06916)."""
 
-    per_prompt: PositiveInt = Field(description="previews of a prompt, each with a seed of its own")
+    per_prompt: int = Field(ge=1, le=100_000, description="previews of a prompt, each with a seed of its own")
     steps: PositiveInt = Field(description="denoising steps of a preview, fewer than num_inference_steps")
     keep: KeepSection | None = Field(
         None, description="the previews whose seeds are trained, group_size together; null: a half each"

@@ -117,7 +117,7 @@ def _previews(config: RunConfig) -> Iterator[InputError]:
     previews, keep, size = rollout.previews, rollout.keep, rollout.group_size
     if "tokens" in config.streams:
         hint = "Previews choose among first noises, and tokens do not depend on them; train denoising alone, or leave"
-        yield InputError(place, list(config.streams), f"{hint} it out.")
+        yield InputError(place, previews.model_dump(), f"{hint} it out.")
         return
     assert isinstance(rollout, DenoisingSettings), "images are denoised"
     if previews.steps >= rollout.num_inference_steps:
