@@ -1,5 +1,6 @@
 """Read a YAML file and `--set key=value` overrides into a checked configuration, or report every error at once."""
 
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -8,18 +9,21 @@ from typing import Any
 from configs.contradictions import contradictions
 from configs.schema import RewardsFile, RunConfig
 from configs.validation import secret_addresses, validated
-from configs.yaml_files import our_path, parse_yaml, read_mapping, translate
+from configs.yaml_files import override_path, parse_yaml, read_mapping, translate
 from grpo_core.errors import InputError, joined, raise_all
 from grpo_core.pipeline_files import read_kind
 
+_LEAVE_OUT = re.compile(r"\bleave (it|this|them|keep) out\b", re.IGNORECASE)
+"""How hints say that a key should not be given."""
+
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a configuration file and overrides, `section.key=value` with the value as YAML.
+    """Read a configuration file and overrides: `section.key=value` with the value as YAML, or `~section.key`.
 
     Raises:
         InputError: every error, each with its path in the file, the value found and a hint.
     """
-    return _overridden(read_mapping(path, "CONFIG", example="configs/tiny.yaml", keys="run, policy"), overrides)
+    return _overridden(read_mapping(path, "CONFIG", RunConfig, example="configs/tiny.yaml"), overrides)
 
 
 def as_config(given: RunConfig | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -47,9 +51,19 @@ def _overridden(values: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     try:
         config = check_config(values)
     except InputError as error:
-        raise joined([*errors, error]) from error
+        changed = [override_path(override) for override in overrides]
+        raise joined([*errors, *(_with_option(each, values, changed) for each in error.errors)]) from error
     raise_all(errors)
     return config
+
+
+def _with_option(error: InputError, values: Mapping[str, Any], changed: Sequence[str]) -> InputError:
+    """Say how the command line, where it changes something, leaves out what the file gives and should leave out."""
+    path = error.place.split(".")
+    in_file = _container(values, path) is not None and not any(f"{error.place}.".startswith(f"{p}.") for p in changed)
+    if not changed or not in_file or not _LEAVE_OUT.search(error.hint):
+        return error
+    return InputError(error.place, error.value, f"{error.hint} On the command line: --set '~{error.place}'.")
 
 
 def _unknown_kind(policy: Any) -> InputError | None:
@@ -76,7 +90,7 @@ def read_rewards_file(path: str | Path, place: str) -> RewardsFile:
     Raises:
         InputError: every error in its form; the file is named by `place`, an argument or option.
     """
-    return validated(RewardsFile, read_mapping(path, place, example="configs/rewards/mix.yaml", keys="rewards"))
+    return validated(RewardsFile, read_mapping(path, place, RewardsFile, example="configs/rewards/mix.yaml"))
 
 
 def check_config(values: Mapping[str, Any]) -> RunConfig:
@@ -85,32 +99,44 @@ def check_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> list[InputError]:
-    """Change plain values in place by `section.key=value`; return the errors of the overrides."""
+    """Change plain values in place by `section.key=value` or `~section.key`; return the errors of the overrides."""
     errors: list[InputError] = []
     names: dict[str, str] = {}
     for override in overrides:
-        given = override.partition("=")[0].strip()
-        path = our_path(given)
+        given, path = override.partition("=")[0].strip().removeprefix("~"), override_path(override)
         if names.setdefault(path, given) != given:
             errors.append(InputError("--set", override, f"{names[path]} is set too and means the same; give one."))
             continue
         try:
-            if path != given:
-                _remove(values, path)
+            if override.lstrip().startswith("~"):
+                _leave_out(values, path, override)
+                continue
+            if (found := _container(values, path.split("."))) is not None and path != given:
+                # An option under TRL's name replaces a key of the file.
+                found.pop(path.rpartition(".")[2])
             _apply_override(values, override)
         except InputError as error:
             errors.append(error)
     return errors
 
 
-def _remove(values: dict[str, Any], path: str) -> None:
-    """Remove a key of the file that an option sets under TRL's name."""
-    *parents, last = path.split(".")
-    place: Any = values
-    for key in parents:
-        place = place.get(key) if isinstance(place, dict) else None
-    if isinstance(place, dict):
-        place.pop(last, None)
+def _container(values: Any, path: Sequence[str]) -> Any:
+    """Return the mapping or list that has the last key of a path; None where there is no such key."""
+    for depth, key in enumerate(path):
+        at = int(key) if isinstance(values, list) and key.isdigit() else key
+        if not (at in values if isinstance(values, dict) else isinstance(values, list) and at in range(len(values))):
+            return None
+        if depth < len(path) - 1:
+            values = values[at]
+    return values
+
+
+def _leave_out(values: dict[str, Any], path: str, override: str) -> None:
+    found, last = _container(values, path.split(".")), path.rpartition(".")[2]
+    if "=" in override or found is None:
+        hint = f"Write it as ~{path}." if found is not None else "There is no such key to leave out; remove this."
+        raise InputError("--set", override, hint)
+    found.pop(int(last) if isinstance(found, list) else last)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -44,6 +44,11 @@ def our_path(path: str) -> str:
     return TRL_NAMES.get(path, path)
 
 
+def override_path(override: str) -> str:
+    """Return the path of the setting that `path=value` changes, or `~path` leaves out, with our name for it."""
+    return our_path(override.partition("=")[0].strip().removeprefix("~"))
+
+
 def translate(values: dict[str, Any]) -> list[InputError]:
     """Rename TRL's settings in a configuration, in place; return errors for those that cannot be, which are removed."""
     errors = []
@@ -283,20 +288,35 @@ def _parsed(text: str, place: str) -> Any:
         raise InputError(where, lines[mark.line].strip() if mark else text, f"{problem}. Correct the YAML.") from error
 
 
-def read_mapping(path: str | Path, place: str, *, example: str, keys: str) -> dict[str, Any]:
+def read_mapping(path: str | Path, place: str, model: type[BaseModel], *, example: str) -> dict[str, Any]:
     """Read a YAML file whose top level is a mapping, as plain values; messages name it by its argument or option.
 
     Raises:
-        InputError: it cannot be read, or is not a mapping.
+        InputError: it cannot be read, with the nearest file that has the keys of the model; or it is not a mapping.
     """
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")], n=1)
+        found = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.yaml")])
+        near = [name for name in found if _has_keys(file.parent / name, model)]
         hint = f" Did you mean {file.parent / near[0]}?" if near else ""
         raise InputError(place, str(path), f"Give a readable YAML file, such as {example}.{hint}") from error
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
+        keys = ", ".join(_required(model))
         raise InputError(str(path), values, f"It has to be a mapping with the sections {keys}, ...")
     return values
+
+
+def _required(model: type[BaseModel]) -> list[str]:
+    return [name for name, field in model.model_fields.items() if field.is_required()]
+
+
+def _has_keys(file: Path, model: type[BaseModel]) -> bool:
+    """Whether a file has all required keys of a model and no other's."""
+    try:
+        values = parse_yaml(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError, InputError):
+        return False
+    return isinstance(values, dict) and {*_required(model)} <= values.keys() <= model.model_fields.keys()

@@ -10,7 +10,7 @@ from prefect import flow
 
 from configs.schema import CORRECTION, ReplayConfig, ReplaySection, RunConfig, as_replay, corrected
 from configs.training import AnyUpdateSection, MismatchSection, UpdateSection
-from configs.yaml_files import our_path, yaml_value
+from configs.yaml_files import override_path, yaml_value
 from flows.pipeline.lineage import model_problems
 from flows.pipeline.prefect_ui import ReplayForm
 from flows.pipeline.run import Run, start_run
@@ -157,10 +157,10 @@ def _advantages_problems(
 
 def correction_problems(overrides: Sequence[str], config: RunConfig) -> Iterator[InputError]:
     """Yield each correction that overrides set and leave switched off: a replay would use its default instead."""
-    given = [override.partition("=")[0].strip() for override in overrides]
+    given = [override_path(override) for override in overrides]
     for stream, update in config.updates.items():
         place = f"{config.update_path(stream)}.mismatch"
-        named = any(our_path(path).startswith(place) for path in given)
+        named = any(path.startswith(place) for path in given)
         if named and isinstance(update, UpdateSection) and update.mismatch.mode == "none":
             hint = "Rows that other weights sampled need their importance weights; set it to truncate or mask."
             yield InputError(f"{place}.mode", "none", hint)

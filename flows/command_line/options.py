@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from configs.validation import Section, validated
+from flows.requests import SET
 from grpo_core.errors import InputError, joined
 from tasks.process import openable
 
@@ -35,9 +36,7 @@ Memory = Annotated[bool, typer.Option("--memory", help="also show the estimate o
 Load = Annotated[
     bool, typer.Option("--load", help="load the model, sample, score and update a little, show what it took")
 ]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one value, as section.key=value")
-]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET)]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="write one page that needs no server")]
 Root = Annotated[str, typer.Option(metavar="DIR", help="where runs are stored: a folder or any fsspec URL")]
 RunName = Annotated[str | None, typer.Option("--run", help="name of the run; by default the configuration's")]

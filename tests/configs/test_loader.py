@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.loader import as_config, check_config, read_config
+from configs.loader import as_config, check_config, read_config, read_rewards_file
 from configs.schema import ROLLOUTS
 from configs.yaml_files import parse_yaml, yaml_value
 from grpo_core.errors import InputError
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 MINIMAL = """
 run: {name: mine, iterations: 2}
 policy: {kind: glm_image, model: somewhere}
@@ -71,6 +73,14 @@ class TestValues:
         assert config.rollout.group_size == 8
         assert config.update.betas == (0.9, 0.999)
 
+    def test_what_is_left_out_has_its_default(self, file: Path) -> None:
+        rewards = "rewards=[{reward: jpeg, weight: 2.0}, {reward: clip_score}, {reward: sharpness}]"
+        left_out = ["~update.num_iterations", "~rewards.1", "~rewards.0.weight", "~rollout.width", "rollout.width=32"]
+        config = read_config(file, [rewards, "update={epochs: 3}", *left_out])
+        assert config.update.epochs == 1
+        assert [(each.reward, each.weight) for each in config.rewards] == [("jpeg", 1.0), ("sharpness", 1.0)]
+        assert config.rollout.size.width == 32
+
     @pytest.mark.parametrize(
         ("text", "value"),
         [
@@ -98,6 +108,24 @@ class TestMistakes:
         with pytest.raises(InputError) as caught:
             read_config(file, ["run", "data.prompts.x=1", "rewards.7.weight=1", "learning_rate=1", "update.epochs=0"])
         assert [error.place for error in caught.value.errors] == ["--set"] * 3 + ["update.epochs", "learning_rate"]
+
+    @pytest.mark.parametrize("override", ["~rollout.heigth", "~rollout.height=64", "~rewards.1", "~", "~update.epochs"])
+    def test_only_a_key_that_is_there_is_left_out(self, file: Path, override: str) -> None:
+        assert (problems(file, override)["--set"].value) == override
+
+    @pytest.mark.parametrize("algorithm", ["nft", "awm", "v_grpo", "ram"])
+    def test_hints_about_the_file_name_the_option_that_follows_them(self, algorithm: str) -> None:
+        file = REPOSITORY / "configs" / "tiny_sd3.yaml"
+        changes = [f"update.algorithm={algorithm}", "rollout.sde_window_size=0"]
+        # Keys that there are not are refused before those that contradict each other.
+        for _ in range(2 if algorithm in ("nft", "ram") else 1):
+            found = problems(file, *changes)
+            changes += [option for each in found.values() for option in re.findall("--set '([^']+)'", each.hint)]
+        config = read_config(file, changes)
+        assert next(iter(config.updates.values())).algorithm == algorithm
+        # What another option gives is not the file's.
+        given = problems(REPOSITORY / "configs" / "tiny_sd3_nft.yaml", "rollout.sde_window_range=[0, 6]")
+        assert "--set" not in given["rollout.sde_window_range"].hint
 
     def test_missing_sections(self, tmp_path: Path) -> None:
         path = tmp_path / "empty.yaml"
@@ -229,6 +257,17 @@ class TestMistakes:
             path.write_bytes(content)
         (error,) = problems(path).values()
         assert (error.place, error.value) == ("CONFIG", str(path))
+
+    def test_only_a_file_of_the_same_sections_is_meant_by_a_wrong_name(self, tmp_path: Path, file: Path) -> None:
+        (tmp_path / "mint.yaml").write_text("rewards: [{reward: jpeg}]\n")
+        (tmp_path / "mind.yaml").write_text("name: a deployment\n")
+        (tmp_path / "minx.yaml").write_text("[: no YAML")
+        wrong = tmp_path / "minn.yaml"
+        read_rewards = partial(read_rewards_file, place="--rewards")
+        for read, meant in ((read_config, file), (read_rewards, tmp_path / "mint.yaml")):
+            with pytest.raises(InputError) as caught:
+                read(wrong)
+            assert re.findall(r"Did you mean (\S+)\?", caught.value.hint) == [str(meant)]
 
     def test_folder_for_a_file(self, tmp_path: Path) -> None:
         assert set(problems(tmp_path)) == {"CONFIG"}

@@ -259,7 +259,7 @@ def test_keys_that_another_kind_has_are_named_with_what_chooses_it(
     file: str, setting: str, value: str, place: str, keys: dict[str, set[str]]
 ) -> None:
     path = REPOSITORY / "configs" / file
-    written = section(read_mapping(path, "", example="", keys=""), place)
+    written = section(read_mapping(path, "", RunConfig, example=""), place)
     strange = {key for key in written if key not in keys[value] and any(key in each for each in keys.values())}
     try:
         read_config(path, [f"{setting}={value}"])
@@ -286,7 +286,7 @@ def test_keys_that_another_kind_has_are_named_with_what_chooses_it(
 )
 @pytest.mark.parametrize("written", [{"mine": {"prompts": "a.txt"}}, "a.txt", 3])
 def test_a_list_of_sections_that_is_none_is_shown_an_entry(place: str, form: str, written: object) -> None:
-    values = read_mapping(REPOSITORY / "configs" / "tiny.yaml", "", example="", keys="")
+    values = read_mapping(REPOSITORY / "configs" / "tiny.yaml", "", RunConfig, example="")
     *above, last = place.split(".")
     inside = values
     for name in above:
