@@ -12,9 +12,11 @@ from typer import Argument, Option
 
 from configs.policy_name import FORM, PolicyName
 from configs.validation import RUN_NAME_PATTERN, Name, Section
+from configs.yaml_files import override_path
 from grpo_core.errors import InputError, raise_all
 from grpo_core.pipeline_files import PolicyKind
 
+SET = "change one value, as section.key=value; ~section.key leaves one out"
 Overrides = Annotated[tuple[str, ...], Option("--set", metavar="KEY=VALUE")]
 Root = Annotated[
     str,
@@ -44,12 +46,15 @@ _FIXED_IN_REPLAYS = {
     "run.name": "Name the replay with --run.",
     "run.continue_from": "Name the source's policy to start from as RUN@N.",
     "run.iterations": "A replay makes one update for each of the source's --iterations.",
+    "run.staleness": "A replay samples no rollouts; --max-staleness says how old the stored ones may be.",
+    "advantages.max_rounds": "A replay samples no further rounds; leave it out.",
     "policy.kind": "The stored rollouts are of the source's model; leave it out.",
     "policy.train": "The stored rollouts are of the source's streams; leave it out.",
 }
 
 # The evaluation of a policy does not depend on any other section of its run.
 _IN_EVALUATIONS = ("evaluate", "rollout", "rewards", "advantages", "guardrails", "placement", "storage.cache")
+_OF_TRAINING = ("evaluate.every", "advantages.max_rounds")
 _IN_SAMPLES = ("rollout", "placement")
 _MOVED = "policy.model"
 """The model of a run may be elsewhere; its digest has to be the same."""
@@ -57,7 +62,7 @@ _MOVED = "policy.model"
 
 def refuse_overrides(overrides: Sequence[str], hint: Callable[[str], str | None]) -> None:
     """Refuse the settings of `--set` that a command cannot change: those for whose path there is a hint."""
-    hints = {override: hint(override.partition("=")[0].strip()) for override in overrides}
+    hints = {override: hint(override_path(override)) for override in overrides}
     raise_all(InputError("--set", override, found) for override, found in hints.items() if found)
 
 
@@ -79,12 +84,14 @@ class EvaluateRequest(_PolicyRequest):
     prompts: Annotated[str | None, Option(metavar="FILE")] = Field(
         None, min_length=1, description="prompt file to use instead of the run's held-out prompts"
     )
-    overrides: Overrides = Field((), description="change one value, as section.key=value")
+    overrides: Overrides = Field((), description=SET)
     trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
 
     def hint_against(self, path: str) -> str | None:
         """Return what to do instead of changing this setting; None where it can be changed."""
+        if path in _OF_TRAINING or (path.startswith("guardrails.") and not path.startswith("guardrails.rewards")):
+            return "Only a training reads it; leave it out."
         changeable = (*_IN_EVALUATIONS, _MOVED)
         if any(path == part or path.startswith((f"{part}.", f"{part}_")) for part in changeable):
             return None
@@ -144,7 +151,7 @@ class ReplayRequest(Section):
     name: Annotated[str | None, Option("--run", metavar="NAME")] = Field(
         None, pattern=RUN_NAME_PATTERN, description="name of the replay; by default RUN-replay"
     )
-    overrides: Overrides = Field((), description="change one value, as section.key=value")
+    overrides: Overrides = Field((), description=SET)
     trust_code: Trust = Field(False, description=TRUST)
     root: Root = "runs"
 
@@ -213,7 +220,7 @@ class SampleRequest(Section):
     @property
     def moved(self) -> tuple[str, ...]:
         """The overrides that say where the model is."""
-        return tuple(each for each in self.overrides if each.partition("=")[0].strip() == _MOVED)
+        return tuple(each for each in self.overrides if override_path(each) == _MOVED)
 
 
 class DeployRequest(Section):

@@ -2,11 +2,13 @@
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.rollouts import RolloutSection
 from configs.schema import RunConfig
+from configs.validation import Section
 from flows.requests import EvaluateRequest, ExportRequest, ReplayRequest, refuse_overrides
 from grpo_core.errors import InputError, raise_all
 from grpo_core.uses import Uses
@@ -41,11 +43,12 @@ def trusted_config(
         hint_against: what the command says against changing a setting; None where it can be changed.
 
     Raises:
-        InputError: with an entry for each value that is not known, or whose file or folder is not on this machine; or
-            as stored_config.
+        InputError: with an entry for each value that is not known, or whose file or folder is not on this machine, or
+            for each change without effect; or as stored_config.
     """
     own = stored_config(store)
     changed = stored_config(store, overrides) if overrides else own
+    raise_all(_without_effect(own.rollout, changed.rollout))
     used = {*uses_of(changed, within=sections)}
     raise_all(
         _moved(store, use, settable=hint_against(use.place) is None)
@@ -55,6 +58,14 @@ def trusted_config(
     uses = [each for each in uses_of(own, within=sections) if each in used or each.place.startswith(_COMPARED)]
     require_trust(uses, f"{store.run}/{CONFIG_FILE}", trust=trust)
     return changed
+
+
+def _without_effect(own: RolloutSection, changed: RolloutSection) -> Iterator[InputError]:
+    """Yield changes of how training rollouts are sampled: who uses a stored run samples none."""
+    for name in sorted(own.training_settings):
+        if (value := getattr(changed, name)) != getattr(own, name):
+            hint = "Only new training rollouts depend on it, and those of a stored run are sampled; leave it out."
+            yield InputError(f"rollout.{name}", value.model_dump() if isinstance(value, Section) else value, hint)
 
 
 def requested_config(

@@ -146,6 +146,11 @@ WRONG: list[tuple[dict[str, Any], str, object]] = [
     ({"run": "text@7"}, "RUN", "text@7"),
     ({"run": "txet"}, "RUN", "txet"),
     ({"overrides": ["update.learning_rate=1"]}, "--set", "update.learning_rate=1"),
+    *(
+        ({"overrides": [override]}, "--set", override)
+        for override in ("evaluate.every=2", "guardrails.on_fall=stop", "advantages.max_rounds=2")
+    ),
+    ({"overrides": ["rollout.group_size=7"]}, "rollout.group_size", 7),
     ({"overrides": ["policy.model=elsewhere"]}, "policy.model", "elsewhere"),
     ({"overrides": ["policy.dtype=bfloat16"]}, "--set", "policy.dtype=bfloat16"),
     ({"overrides": ["evaluate.samples_per_prompts=1"]}, "evaluate.samples_per_prompts", "samples_per_prompts"),

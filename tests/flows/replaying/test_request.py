@@ -67,11 +67,21 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str, object]] = [
     ((), {"name": "run"}, "--run", "run"),
     *(
         ((override,), {}, "--set", override)
-        for override in (*("data.limit=3", "storage.root=elsewhere", "run.iterations=3", "policy.kind=diffusers"),)
+        for override in (
+            *("data.limit=3", "storage.root=elsewhere", "run.iterations=3", "policy.kind=diffusers"),
+            *("run.staleness=1", "advantages.max_rounds=2", "~policy.train"),
+        )
     ),
     (("update.algorithm=nft",), {}, "update.algorithm", "nft"),
     (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "none"),
     (("update.learning_rat=1",), {}, "update.learning_rat", "learning_rat"),
+    (("rollout.num_generations=3",), {}, "rollout.group_size", 3),
+    (
+        ("rollout.previews={per_prompt: 9, steps: 1}",),
+        {},
+        "rollout.previews",
+        {"per_prompt": 9, "steps": 1, "keep": None},
+    ),
     (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "p"),
     (("advantages.kl_coef=0.1",), {}, "advantages.kl_coef", 0.1),
     (("rewards.0.weight=3.0",), {"advantages": "stored"}, "--advantages", "stored"),
