@@ -108,6 +108,12 @@ class PlacementSection(Section):
         kinds = ("rollouts", "rewards")
         return self.model_copy(update={kind: getattr(self, kind).model_copy(update={"shards": 1}) for kind in kinds})
 
+    def here(self) -> Self:
+        """Return the placement without work pools and without the processes that timeouts need."""
+        alone = {"pool": None, "timeout": None}
+        kinds = ("rollouts", "rewards", "advantages", "update")
+        return self.model_copy(update={kind: getattr(self, kind).model_copy(update=alone) for kind in kinds})
+
     def on(self, device: Device) -> Self:
         """Return the placement for the process of one device, which sees no other GPU."""
         return self.model_copy(update={"devices": ("cuda" if isinstance(device, int) else device,)})

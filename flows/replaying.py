@@ -95,7 +95,7 @@ def plan_replay(request: ReplayRequest) -> ReplayPlan:
         config=as_replay(config, section),
         start=start,
         iterations=iterations,
-        previous_advantages=_previous_advantages(store, config, iterations),
+        previous_advantages=previous_advantages(store, config, iterations),
     )
     check_inputs(plan.config)
     return plan
@@ -121,10 +121,13 @@ def _mix(config: RunConfig) -> list[object]:
     return [(section.label, section.weight) for section in config.rewards]
 
 
-def _previous_advantages(
+def previous_advantages(
     store: ArtifactStore, config: RunConfig, iterations: Sequence[StoredIteration]
 ) -> ArtifactRef | None:
-    """Only weights can change, and the moments are of unweighted values: the stored moments are still right."""
+    """Return the source's advantages of the iteration before, if rewards need their running moments.
+
+    Only weights can change, and the moments are of unweighted values: the stored moments are still right.
+    """
     first = iterations[0].number
     if first <= first_iteration(store) or all(section.normalize != "running" for section in config.rewards):
         return None
@@ -231,11 +234,7 @@ async def replay(request: ReplayForm) -> ReplaySummary:
                 evaluate_now(run, policy, history)
                 callbacks.on_train_begin(history)
                 for stored in plan.iterations:
-                    updates = corrected_updates(run, plan, policy, stored)
-                    advantages = reuse_advantages(run, plan, stored, policy.version + 1, history)
-                    rollouts = tuple(each.rollouts for each in stored.rounds)
-                    title, staleness = f"iteration {policy.version + 1}", plan.config.replay.max_staleness
-                    policy = update_policy(run, policy, rollouts, advantages, updates, staleness, title)
+                    policy, advantages = replay_iteration(run, plan, policy, stored, history)
                     if run.config.is_evaluated(policy.version):
                         evaluate_now(run, policy, history)
                     if await callbacks.on_iteration_end(history, policy, stored.rounds, advantages, replayed=True):
@@ -252,6 +251,17 @@ async def replay(request: ReplayForm) -> ReplaySummary:
         staleness=int(max(each.get("staleness/max", 0.0) for each in metrics)),
         rows_left_out=int(sum(each.get("rows_left_out", 0.0) for each in metrics)),
     )
+
+
+def replay_iteration(
+    run: Run, plan: ReplayPlan, policy: PolicyRef, stored: StoredIteration, history: TrainingHistory
+) -> tuple[PolicyRef, ArtifactRef]:
+    """Train a policy on a stored iteration; return the next one, and the advantages."""
+    updates = corrected_updates(run, plan, policy, stored)
+    advantages = reuse_advantages(run, plan, stored, policy.version + 1, history)
+    rollouts = tuple(each.rollouts for each in stored.rounds)
+    title, staleness = f"iteration {policy.version + 1}", plan.config.replay.max_staleness
+    return update_policy(run, policy, rollouts, advantages, updates, staleness, title), advantages
 
 
 def introduction(plan: ReplayPlan) -> str:

@@ -131,6 +131,50 @@ class RescoreRequest(Section):
     root: Root = "runs"
 
 
+_IN_VERIFICATIONS = ("placement", "storage.cache")
+
+
+class VerifyRequest(Section):
+    """Computes stored stages of a run again and compares; nothing in the run is changed."""
+
+    run: Annotated[str, Argument(metavar="RUN")] = Field(
+        min_length=1, description="a run under the storage root, or the path of its folder"
+    )
+    iterations: Annotated[str | None, Option(metavar="all|N|N:M|sample:K")] = Field(
+        None,
+        description="what to compute again: all iterations, some, or K random stages; by default every file is checked "
+        "and three random stages of each kind are computed",
+    )
+    stages: Annotated[str | None, Option(metavar="KIND,...")] = Field(
+        None, description="only these of rollouts, rewards, advantages, update and evaluation"
+    )
+    tolerance: Annotated[str | None, Option(metavar="bits|N")] = Field(
+        None,
+        description="what counts as rounding: nothing, or N units in the last place of float32 at the largest value; "
+        "by default nothing on the run's own processor and packages",
+    )
+    seed: Annotated[int | None, Option(metavar="N")] = Field(
+        None, ge=0, description="of a random choice; by default another each time, which is printed"
+    )
+    overrides: Overrides = Field(
+        (), description="change policy.model, where the model is elsewhere than in training, or placement"
+    )
+    trust_code: Trust = Field(False, description=TRUST)
+    root: Root = "runs"
+
+    @property
+    def named(self) -> PolicyName:
+        """The run, without a version."""
+        return PolicyName(self.run, None)
+
+    def hint_against(self, path: str) -> str | None:
+        """Return what to do instead of changing this setting; None where it can be changed."""
+        changeable = (*_IN_VERIFICATIONS, _MOVED)
+        if any(path == part or path.startswith((f"{part}.", f"{part}_")) for part in changeable):
+            return None
+        return f"A run is verified as it was made; only {_MOVED} and placement can be changed."
+
+
 class ReplayRequest(Section):
     """Trains a policy from another run's stored rollouts, off-policy corrected; no training rollouts are sampled."""
 

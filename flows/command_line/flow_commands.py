@@ -1,4 +1,4 @@
-"""`grpo train`, `replay`, `rescore` and `evaluate`, the commands that run a flow; for scripts, each is a function too.
+"""`grpo train`, `replay`, `rescore`, `evaluate` and `verify` run a flow; for scripts, each is a function too.
 
 A function checks its input before anything heavy is imported, runs its flow to the end, also in a notebook, and returns
 what the command prints as a summary. Wrong input raises InputError, before anything is written.
@@ -30,7 +30,7 @@ from flows.command_line.options import (
     print_result,
     takes_request,
 )
-from flows.requests import EvaluateRequest, ReplayRequest, RescoreRequest
+from flows.requests import EvaluateRequest, ReplayRequest, RescoreRequest, VerifyRequest
 from flows.run_flow import all_machines, reporting, run_flow, start_server
 from grpo_core.errors import InputError
 from tasks.process import collection_paused
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from flows.rescoring.rescore import Rescoring
     from flows.training.hooks import IterationHook
     from flows.training.summary import TrainSummary
+    from tasks.verification.records import VerificationReport
 
 Changes = Mapping[str, object] | Sequence[str]
 """Settings to change: values by dotted key, `{"update.learning_rate": 1e-4}`, or texts as of `--set`."""
@@ -288,6 +289,41 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
         from flows.evaluation import plan_evaluate
 
         plan_evaluate(request)
+        return flow(request)
+
+    return run_flow(body, progress=progress)
+
+
+@commands.command("verify")
+@takes_request(VerifyRequest)
+def verify_command(request: VerifyRequest, as_json: Json = False) -> None:
+    """Compute stored stages again, and compare; exit code 1: something differs, 2: nothing could be tried."""
+    found = verify(request)
+    from tasks.verification.card import verification_report
+
+    print_result(verification_report(found), found, as_json)
+    raise typer.Exit(found.exit_code)
+
+
+def verify(run: "str | VerifyRequest", *, progress: bool = True, **options: Any) -> "VerificationReport":
+    """Compute stored stages again from their stored inputs, and compare; the run is not changed.
+
+    Args:
+        run: a run under the storage root, or the path of its folder.
+        progress: as of :func:`train`.
+        options: fields of VerifyRequest: iterations, stages, tolerance, seed, overrides, trust_code, root.
+    """
+    request = _request(VerifyRequest, run, "run", options)
+
+    def body() -> "Coroutine[Any, Any, VerificationReport]":
+        from tasks.runs.lookup import find_run
+
+        find_run(request.run, request.root)
+        start_server()
+        from flows.verification.opened import plan_verify
+        from flows.verification.verify import verify as flow
+
+        plan_verify(request)
         return flow(request)
 
     return run_flow(body, progress=progress)

@@ -1,7 +1,6 @@
 """Open a run from a configuration: check the inputs, lock the folder, separate it from other lineages."""
 
 import hashlib
-import platform
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -35,7 +34,8 @@ from flows.preflight.inputs import check_inputs
 from grpo_core.errors import InputError
 from grpo_core.hub import cached_folder
 from grpo_core.rollouts.streams import Stream
-from tasks.execution.fingerprint import changed_versions, library_versions
+from tasks.execution.fingerprint import changed_versions, running_versions
+from tasks.models.devices import describe_processor
 from tasks.models.resident import ModelSpec
 from tasks.progress import Silence, listen, log
 from tasks.prompts.curriculum import PromptSet, PromptStatistics, draw_prompts
@@ -74,6 +74,11 @@ class Run:
     def stored_sources(self) -> set[str]:
         """Digests of the images that this start has stored or verified."""
         return set()
+
+    @property
+    def target_folders(self) -> tuple[str, ...]:
+        """The folders of target images that rewards may read."""
+        return self.config.target_folders
 
     @property
     def base_policy(self) -> PolicyRef:
@@ -117,7 +122,7 @@ class Run:
             iteration=iteration,
             sampling_round=sampling_round,
             images_of_samples=config.images_of_samples,
-            shared_noise=_shares_noise(config.rollout),
+            shared_noise=shares_noise(config.rollout),
             window_start=config.window_start(iteration),
         )
 
@@ -131,7 +136,7 @@ def plan_heldout(config: RunConfig, heldout: Sequence[PromptSet], version: int) 
         seed=config.evaluate.seed,
         version=version,
         samples_per_prompt=config.evaluate.samples_per_prompt,
-        shared_noise=_shares_noise(config.evaluation_rollout),
+        shared_noise=shares_noise(config.evaluation_rollout),
     )
 
 
@@ -145,7 +150,8 @@ def heldout_digest(config: RunConfig, heldout: Sequence[PromptSet]) -> str | Non
     return hashlib.sha256(named.encode()).hexdigest()
 
 
-def _shares_noise(rollout: RolloutSection) -> bool:
+def shares_noise(rollout: RolloutSection) -> bool:
+    """Return whether siblings share the decoder's first noise."""
     return isinstance(rollout, ImageRolloutSection) and rollout.shared_noise
 
 
@@ -224,7 +230,7 @@ def start_run(config: RunConfig, *, accept_code: bool = False) -> Iterator[Run]:
             log(f"library versions changed since the last start: {', '.join(changed)}; results are kept")
         write_description(store, described, settings)
         end_earlier_run(store)
-        record_start(store)
+        record_start(store, describe_processor(config.placement), versions)
         yield run
 
 
@@ -245,7 +251,7 @@ def describe(
         "model_digest": run.model.digest,
         ACCEPTED: accepted,
         **({START: {"from": run.config.run.continue_from, "policy": run.start.model_dump()}} if run.start else {}),
-        "versions": {"python": platform.python_version(), **library_versions()},
+        "versions": running_versions(),
         "prompts": sum(len(each.prompts) for each in run.training),
         "heldout_prompts": sum(len(each.prompts) for each in run.heldout),
     }

@@ -9,8 +9,10 @@ rollouts, scores  --compute_advantages-->  advantages
 all of these      --update_policy-->       the next policy
 """
 
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, replace
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
@@ -83,6 +85,21 @@ def _emit(event: str, run: str, policy: PolicyRef, figures: Mapping[str, Any]) -
 P = ParamSpec("P")
 R = TypeVar("R", ArtifactRef, PolicyRef)
 
+StageCaller = Callable[[Task[..., Any], str, Mapping[str, Any]], Any]
+"""Returns the reference of a stage, given its task, the task run's name and its arguments by name."""
+
+_CALLER: ContextVar[StageCaller | None] = ContextVar("stage_caller", default=None)
+
+
+@contextmanager
+def calling_stages(caller: StageCaller) -> Iterator[None]:
+    """Let a function answer the calls of stages in this block, in place of their Prefect tasks."""
+    token = _CALLER.set(caller)
+    try:
+        yield
+    finally:
+        _CALLER.reset(token)
+
 
 def collect_rollouts(run: Run, policy: PolicyRef, plan: RolloutPlan, rollout: RolloutSection) -> ArtifactRef:
     """Sample every group of a plan with a policy, by these settings: stage 1."""
@@ -102,7 +119,7 @@ def score_rewards(
     folder, config = f"{plan.folder}/{place}", run.config
     if config.placement.rewards.pool is None:
         rewards = [each if each.pool else each.with_device(run.model.reward_device) for each in rewards]
-    return score_concurrently(rollouts, rewards, folder, plan.title, config.placement, folders=config.target_folders)
+    return score_concurrently(rollouts, rewards, folder, plan.title, config.placement, folders=run.target_folders)
 
 
 def compute_advantages(
@@ -191,6 +208,12 @@ def score_concurrently(
 
     Tables of `earlier` already have some of a reward's scores, by its label. Target images are read from `folders`.
     """
+    if (caller := _CALLER.get()) is not None:
+        common = {"rollouts": rollouts, "folder": folder, "title": title, "placement": placement, "folders": folders}
+        return {
+            section.label: caller(score_reward_task, f"{title}: score {section.label}", {**common, "section": section})
+            for section in rewards
+        }
     _require_lock_and_server()
     futures = {}
     scored = f"{title}: score {', '.join(section.label for section in rewards) or 'rewards'}"
@@ -242,17 +265,23 @@ def _require_lock_and_server() -> None:
 
 def as_task(stage: Task[P, R], title: str, placement: PlacementSection) -> Callable[P, R]:
     """Return the stage's task under a name that says which iteration it belongs to, with the placement's retries."""
-    _require_lock_and_server()
-    name = f"{title}: {stage.name}"
-    task = with_retries(stage, name, placement)
+    name, caller = f"{title}: {stage.name}", _CALLER.get()
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        quoted = dict(zip(kwargs, with_quoted_arguments(kwargs.values()), strict=True))
-        with resource(StopSignals).stage(name):
-            reference: R = task(*with_quoted_arguments(args), **quoted)
+        given = inspect.signature(stage.fn).bind(*args, **kwargs).arguments
+        reference: R = run_task(stage, name, placement, given) if caller is None else caller(stage, name, given)
         return reference
 
     return run
+
+
+def run_task(stage: Task[..., R], name: str, placement: PlacementSection, arguments: Mapping[str, Any]) -> R:
+    """Run a stage's Prefect task under this name, with the placement's retries, or return its stored result."""
+    _require_lock_and_server()
+    task = with_retries(stage, name, placement)
+    with resource(StopSignals).stage(name):
+        reference: R = task(**dict(zip(arguments, with_quoted_arguments(arguments.values()), strict=True)))
+    return reference
 
 
 @asynccontextmanager

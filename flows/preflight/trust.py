@@ -9,7 +9,7 @@ from typing import Any
 from configs.rollouts import RolloutSection
 from configs.schema import RunConfig
 from configs.validation import Section
-from flows.requests import EvaluateRequest, ExportRequest, ReplayRequest, refuse_overrides
+from flows.requests import EvaluateRequest, ExportRequest, ReplayRequest, VerifyRequest, refuse_overrides
 from grpo_core.errors import InputError, raise_all
 from grpo_core.uses import Uses
 from tasks.reports.text import printable
@@ -69,7 +69,7 @@ def _without_effect(own: RolloutSection, changed: RolloutSection) -> Iterator[In
 
 
 def requested_config(
-    request: EvaluateRequest | ExportRequest | ReplayRequest,
+    request: EvaluateRequest | ExportRequest | ReplayRequest | VerifyRequest,
     changes: Sequence[str],
     sections: Collection[str] | None = None,
 ) -> tuple[ArtifactStore, RunConfig]:

@@ -59,12 +59,17 @@ class RolloutPrefetcher:
             return self.ahead.pop(iteration).result()
 
     def _sample(self, iteration: int) -> ScoredRollouts:
-        version = max(0, iteration - 1 - self.section.staleness)
+        version = sampling_version(self.section, iteration)
         policy = self.policies[version]
         # Iterations are sampled in order, so none needs an older one.
         for older in [each for each in list(self.policies) if each < version]:
             del self.policies[older]
         return self.sample(policy, iteration)
+
+
+def sampling_version(section: RunSection, iteration: int) -> int:
+    """Return the policy version that samples an iteration."""
+    return max(0, iteration - 1 - section.staleness)
 
 
 @contextmanager

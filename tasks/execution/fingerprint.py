@@ -13,6 +13,7 @@ names their modules as further roots. The versions of libraries are recorded wit
 import ast
 import contextlib
 import hashlib
+import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -185,6 +186,11 @@ def library_versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             versions[library] = version(library)
     return versions
+
+
+def running_versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that compute."""
+    return {"python": platform.python_version(), **library_versions()}
 
 
 def changed_versions(previous: Mapping[str, str], current: Mapping[str, str]) -> list[str]:

@@ -1,6 +1,10 @@
 """The devices and threads of torch that a placement names."""
 
+import platform
+import re
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -28,6 +32,18 @@ def torch_device(placement: PlacementSection) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def describe_processor(placement: PlacementSection) -> str:
+    """Describe what computes here, as far as it decides how results are rounded: a GPU, or the CPU and its threads."""
+    if torch_device(placement).type == "cuda" and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name(torch_device(placement)))
+    name = platform.processor() or platform.machine()
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            name = found[1]
+    threads = placement.torch_threads
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def refuse_missing_devices(devices: Sequence[Device]) -> None:

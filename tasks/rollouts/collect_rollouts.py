@@ -1,8 +1,6 @@
 """Stage 1: a policy and a plan -> images or texts with their log-probs, as stored columns; images for baselines."""
 
 import json
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -38,6 +36,7 @@ from tasks.storage import schemas
 from tasks.storage.artifacts.commit import commit_artifact
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import current_store
+from tasks.storage.files import link_or_copy
 from tasks.storage.parquet import TableWriter, joint_digest, part_digests, write_table
 
 STAGE = "collect rollouts"
@@ -95,9 +94,9 @@ def _join(arguments: Arguments, parts: Sequence[ArtifactRef]) -> ArtifactRef:
             folder = read(part)
             for name in (layout.PART_FILE, layout.IMAGES_FILE):
                 if (path := folder / name.format(0)).exists():
-                    _link_or_copy(path, staged / name.format(number))
+                    link_or_copy(path, staged / name.format(number))
             for piece, path in enumerate(sorted(folder.glob(layout.STATES))):
-                _link_or_copy(path, staged / layout.STATES_FILE.format(number, piece))
+                link_or_copy(path, staged / layout.STATES_FILE.format(number, piece))
         return commit_artifact(
             store,
             staged,
@@ -117,15 +116,6 @@ def _digest(folder: Path) -> str:
     digests = [digest for path in files for digest in part_digests(path)]
     digests += [digest for path in sorted(folder.glob(layout.STATES)) for digest in state_digests(path)]
     return joint_digest(digests)
-
-
-def _link_or_copy(path: Path, target: Path) -> None:
-    target.parent.mkdir(exist_ok=True)
-    try:
-        os.link(path, target)
-    except OSError:
-        # Another file system, or one without hard links.
-        shutil.copyfile(path, target)
 
 
 @stage_task(

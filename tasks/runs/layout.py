@@ -115,6 +115,11 @@ def evaluation_folder(version: int, others: str | None = None) -> str:
     return f"{EVALUATIONS if others is None else f'{OTHER_EVALUATIONS}/{others}'}/{version:06d}"
 
 
+def is_evaluation(folder: str) -> bool:
+    """Return whether a folder of the run is one of held-out samples, or of baselines."""
+    return folder.partition("/")[0] in (EVALUATIONS, OTHER_EVALUATIONS)
+
+
 def baseline_folder(baseline: Baseline) -> str:
     """Return the folder of images that no policy made, scored as the held-out samples are."""
     return f"{EVALUATIONS}/{baseline}"

@@ -187,15 +187,23 @@ class RunStart(BaseModel):
     at: datetime
     host: str  # name of the machine
     code: str | None  # commit of the checkout, with `-dirty` where files were changed; None outside a checkout
+    processor: str | None = None  # what computed, as `describe_processor` says; None of older starts
+    versions: Mapping[str, str] = {}  # of Python and the libraries
 
     def __str__(self) -> str:
         code = f", code {self.code}" if self.code is not None else ""
         return f"{self.at:%Y-%m-%d %H:%M} UTC on {self.host}{code}"
 
 
-def record_start(store: ArtifactStore) -> None:
+def record_start(store: ArtifactStore, processor: str, versions: Mapping[str, str]) -> None:
     """Add a line about this moment, machine and code."""
-    start = RunStart(at=datetime.now(UTC).replace(microsecond=0), host=socket.gethostname(), code=code_version())
+    start = RunStart(
+        at=datetime.now(UTC).replace(microsecond=0),
+        host=socket.gethostname(),
+        code=code_version(),
+        processor=processor,
+        versions=versions,
+    )
     store.write_file(STARTS_FILE, (store.read_file(STARTS_FILE) or b"") + start.model_dump_json().encode() + b"\n")
 
 

@@ -241,6 +241,15 @@ def temporary_folder() -> Path:
     return folder
 
 
+def link_or_copy(path: Path, target: Path) -> None:
+    """Give a file another name in a folder that may be new; a copy on another disk, or on one without links."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(path, target)
+    except OSError:
+        shutil.copyfile(path, target)
+
+
 @contextlib.contextmanager
 def locked_file(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Lock a file for a moment; BlockingIOError if another process has it and `wait` is False."""

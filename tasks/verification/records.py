@@ -112,6 +112,14 @@ class VerificationReport(BaseModel):
         return tuple(each for each in self.stages if each.level == "differs" and each.follows is None)
 
     @property
+    def exit_code(self) -> int:
+        """0: what was tried is equal, or within rounding; 1: something differs; 2: nothing could be tried."""
+        if not self.is_equal:
+            return 1
+        tried = [each for each in self.stages if each.level != "untried"]
+        return 0 if tried and self.complete else 2
+
+    @property
     def is_equal(self) -> bool:
         """Whether nothing differs."""
         return not self.problems and not any(each.level == "differs" for each in self.stages)

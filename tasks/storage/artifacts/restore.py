@@ -1,15 +1,16 @@
 """Restore artifacts: from `quarantine/`, from another run, or from what earlier configurations of a run made.
 
-Those are the runs `NAME~1`, `NAME~2`.
+Those are the runs `NAME~1`, `NAME~2`. A copy in another root has links to the files where the disk is the same.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tasks.storage.artifacts.reference import ArtifactRef, Manifest, StaleReferenceError
 from tasks.storage.artifacts.run_folder import QUARANTINE
 from tasks.storage.artifacts.store import LINEAGE, ArtifactStore, lineage_of
-from tasks.storage.files import fsync_folder, is_local, matching, move_folder
+from tasks.storage.files import fsync_folder, is_local, link_or_copy, matching, move_folder
 from tasks.storage.roots import translate_remote_errors
 
 
@@ -74,3 +75,22 @@ def _copy(store: ArtifactStore, source: str, manifest: Manifest, folder: str, da
             fsync_folder(staged)
             move_folder(staged, Path(place))
         store.write_manifest(folder, manifest, staged.parent)
+
+
+def copy_artifact(source: ArtifactStore, reference: ArtifactRef, target: ArtifactStore, without: Sequence[str]) -> None:
+    """Copy an artifact of a root to the same place of a local root, verified, without files of these patterns.
+
+    Raises as :meth:`ArtifactStore.local_files`.
+    """
+    place = Path(target.path_of(reference.uri))
+    if target.manifest_at(str(place)) is not None:
+        return
+    found = source.local_files(reference, place, without=without)
+    manifest = source.inspect(source.place_of(reference), reference, only=())
+    assert isinstance(manifest, Manifest), "it has just been verified"
+    names = [name for name in manifest.files if not any(fnmatchcase(name, each) for each in without)]
+    for name in names if found != place else ():
+        link_or_copy(found / name, place / name)
+    path = Path(target.manifest_path(str(place)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(manifest.content)

@@ -169,7 +169,7 @@ class ArtifactStore(RunFolder):
         # memory:// gives concurrent readers one open file.
         alone = _READING if isinstance(self.filesystem, MemoryFileSystem) else contextlib.nullcontext()
         with alone, translate_remote_errors(self.filesystem, self.root):
-            place = self._place_of(reference)
+            place = self.place_of(reference)
             damage = self._read_files(place, reference, folder, without)
             if damage is None:
                 return Path(place) if folder is None or is_local(self.filesystem) else folder
@@ -180,7 +180,7 @@ class ArtifactStore(RunFolder):
                         self.clear_place(reference.folder, reason=damage)
             raise StaleReferenceError(f"{reference.uri}: {damage}; start the run again and the stage runs again")
 
-    def _place_of(self, reference: ArtifactRef) -> str:
+    def place_of(self, reference: ArtifactRef) -> str:
         """Return the artifact's folder in the filesystem; another run may have become an earlier run since."""
         place = f"{self.root}/{reference.uri}"
         if reference.run == self.run:
@@ -232,7 +232,7 @@ class ArtifactStore(RunFolder):
         if known is not None and known.matches(reference):
             return known.pruned
         with translate_remote_errors(self.filesystem, self.root):
-            manifest = self.inspect(self._place_of(reference), reference, only=())
+            manifest = self.inspect(self.place_of(reference), reference, only=())
         if isinstance(manifest, str):
             raise StaleReferenceError(f"{reference.uri}: {manifest}")
         return manifest.pruned

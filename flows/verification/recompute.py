@@ -1,0 +1,172 @@
+"""Compute one stored stage again in a scratch root, compare, and say which difference explains which."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from flows.pipeline.stages import run_task
+from flows.verification.causes import Evidence, cause_of
+from flows.verification.stored_stages import Reference, StoredStage, artifact_of
+from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError, first_line
+from grpo_core.parity import ParityError
+from tasks.rollouts.engines import engine_of
+from tasks.storage.artifacts.commit import removed_by
+from tasks.storage.artifacts.reference import PolicyRef, PrunedArtifactError, StaleReferenceError
+from tasks.storage.artifacts.store import ArtifactStore, stage_context, use_stage_context
+from tasks.verification.compare import compare_artifacts, level_of
+from tasks.verification.records import Difference, Level, StageVerification
+from tasks.verification.scratch import bring_inputs, references_in, with_replaced
+
+_REFUSED = (ParityError, FailedSamplesError, NonFiniteError)
+"""What a stage raises because of its inputs' values: a stored result of the same inputs is another one."""
+_UPSTREAM = 3
+"""How many stages, one made from the other, are computed to find where a difference comes from."""
+
+
+@dataclass
+class Computed:
+    """What computing a stage gave."""
+
+    level: Level
+    differences: tuple[Difference, ...] = ()
+    reference: Reference | None = None  # None: it could not be computed
+    store: ArtifactStore | None = None  # that has it
+    reason: str | None = None
+
+
+@dataclass
+class Recomputation:
+    """Computes stages of one run again, each in a scratch root of its own, and remembers what was found.
+
+    Attributes:
+        store: of the run, which is not written.
+        scratch: folder for the scratch roots.
+        producer: returns the stage that made an artifact of the run, given its folder; None for what is no stage.
+        tolerance: as of `level_of`.
+        found: results by folder; those of stages that were only computed to explain another one too.
+    """
+
+    store: ArtifactStore
+    scratch: Path
+    producer: Callable[[str], StoredStage | None]
+    tolerance: float
+    evidence: Evidence
+    found: dict[str, StageVerification] = field(default_factory=dict)
+    _computed: dict[str, Computed] = field(default_factory=dict)
+    _roots: int = 0
+
+    def verify(self, stage: StoredStage, depth: int = 0) -> StageVerification:
+        """Compute a stage again, and where it differs the stages that made its inputs, up to a depth."""
+        if stage.folder not in self.found:
+            begun = time.perf_counter()
+            computed = self._compute(stage)
+            seconds = time.perf_counter() - begun
+            described = self._explained(stage, computed, depth)
+            self.found[stage.folder] = described.model_copy(update={"seconds": seconds})
+        return self.found[stage.folder]
+
+    def _compute(self, stage: StoredStage) -> Computed:
+        if stage.folder not in self._computed:
+            self._computed[stage.folder] = self._try(stage, {})
+        return self._computed[stage.folder]
+
+    def _try(self, stage: StoredStage, replaced: Mapping[str, Computed]) -> Computed:
+        """Compute a stage from its stored inputs, or from others by their URI, and compare it with what is stored."""
+        if (reason := _not_computable(stage)) is not None:
+            return Computed("untried", reason=reason)
+        self._roots += 1
+        scratch = ArtifactStore(str(self.scratch / f"{self._roots:06d}"), self.store.run)
+        references = {uri: each.reference for uri, each in replaced.items() if each.reference is not None}
+        arguments = {name: with_replaced(each, references) for name, each in stage.arguments.items()}
+        try:
+            for uri, each in replaced.items():
+                assert each.reference is not None, "only what was computed replaces what is stored"
+                assert each.store is not None, "it was computed somewhere"
+                bring_inputs(each.store, scratch, stage.task.name, {uri: each.reference})
+            bring_inputs(self.store, scratch, stage.task.name, arguments)
+            use_stage_context(replace(stage_context(), store=scratch))
+            made: Reference = run_task(stage.task, stage.title, arguments["placement"], arguments)
+        except _REFUSED as error:
+            refused = Difference(
+                place="computing", stored="a result", computed=first_line(error), count=1, total=1, largest=None
+            )
+            return Computed("differs", (refused,), reason=str(error))
+        except PrunedArtifactError as error:
+            return Computed("untried", reason=str(error))
+        except StaleReferenceError as error:
+            return Computed("untried", reason=f"an input is damaged: {error}")
+        except (InputError, ImportError, ConnectionError) as error:
+            return Computed("untried", reason=str(error))
+        return self._compare(stage, made, scratch)
+
+    def _compare(self, stage: StoredStage, made: Reference, scratch: ArtifactStore) -> Computed:
+        stored, computed = stage.artifact, artifact_of(made)
+        pruned = removed_by(self.store.pruned_reason(stored))
+        if pruned:
+            if stored.digest == computed.digest:
+                return Computed("equal", reference=made, store=scratch)
+            gone = Difference(
+                place=f"digest ({' and '.join(pruned)} pruned)",
+                stored=stored.digest[:16],
+                computed=computed.digest[:16],
+                count=1,
+                total=1,
+            )
+            return Computed("differs", (gone,), made, scratch)
+        policy = stage.arguments.get("policy")
+        previous = policy.checkpoint if isinstance(policy, PolicyRef) and stage.kind == "update" else None
+        with self.store.reading() as read, scratch.reading() as read_computed:
+            before = read(previous) if previous is not None else None
+            differences = compare_artifacts(read(stored), read_computed(computed), previous=before)
+        return Computed(level_of(differences, self.tolerance), differences, made, scratch)
+
+    def _explained(self, stage: StoredStage, computed: Computed, depth: int) -> StageVerification:
+        described = StageVerification(
+            kind=stage.kind,
+            title=stage.title,
+            folder=stage.folder,
+            level=computed.level,
+            differences=computed.differences,
+            reason=computed.reason if computed.level == "untried" else None,
+        )
+        if computed.level == "differs":
+            if (upstream := self._follows(stage, depth)) is not None:
+                return described.model_copy(update={"follows": upstream})
+            cause = cause_of(stage, computed.differences, computed.reference, self.evidence)
+            return described.model_copy(update={"cause": cause})
+        if computed.level == "rounding":
+            return described.model_copy(update={"cause": self.evidence.of_rounding})
+        return described
+
+    def _follows(self, stage: StoredStage, depth: int) -> str | None:
+        """Return the title of the stages whose difference explains this one; None if it is a difference of its own.
+
+        It does if the stage gives what is stored when it reads what computing gave, in place of what is stored.
+        """
+        if depth == _UPSTREAM or self.evidence.is_other_code(stage):
+            return None
+        differing: dict[str, Computed] = {}
+        titles: list[str] = []
+        for each in stage.arguments.values():
+            for reference in references_in(each):
+                producer = self.producer(reference.folder) if reference.run == self.store.run else None
+                if producer is None or self.verify(producer, depth + 1).level != "differs":
+                    continue
+                computed = self._computed[producer.folder]
+                titles.append(producer.title)
+                if computed.reference is not None:
+                    differing[reference.uri] = computed
+        if differing and self._try(stage, differing).level in ("equal", "rounding"):
+            return " and ".join(titles)
+        return None
+
+
+def _not_computable(stage: StoredStage) -> str | None:
+    rollout = stage.arguments.get("rollout")
+    if rollout is not None and engine_of(rollout) == "vllm":
+        return (
+            "vLLM sampled it, whose batches round otherwise each time; the update that reads it computes its log-probs "
+            "again and refuses those beyond the gate's tolerance"
+        )
+    return None

@@ -1,0 +1,144 @@
+"""The verification flow: choose stored stages, compute them again, and report how they compare."""
+
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from prefect import flow
+
+from flows.pipeline.prefect_ui import VerifyForm, publish_report
+from flows.pipeline.stages import recording
+from flows.server.reachable import require_server
+from flows.verification.choice import Candidate, read_tolerance
+from flows.verification.opened import VerifyPlan, evidence_of, plan_verify
+from flows.verification.recompute import Recomputation
+from flows.verification.stored_stages import (
+    StoredRun,
+    StoredStage,
+    stages_of_evaluation,
+    stages_of_iteration,
+    stages_of_rescoring,
+)
+from grpo_core.errors import InputError
+from tasks.progress import advance_run, log
+from tasks.runs.layout import POLICIES, RESCORED, is_evaluation, parse_iteration
+from tasks.runs.lookup import read_description
+from tasks.runs.reader import RunReader
+from tasks.storage.artifacts.store import LINEAGE, ArtifactStore
+from tasks.storage.files import dump_checked, scratch_folder
+from tasks.storage.roots import StorageError
+from tasks.storage.run_lock import locked
+from tasks.verification.card import verification_file, verification_report
+from tasks.verification.checks import check_artifacts, stored_artifacts
+from tasks.verification.records import StageVerification, VerificationReport
+
+
+class StagesOfRun:
+    """The stages of a run by what they belong to, read when they are needed; the last few are kept."""
+
+    def __init__(self, run: StoredRun) -> None:
+        self._run = run
+        self._known: dict[tuple[str, int, str | None], tuple[StoredStage, ...]] = {}
+
+    def of(self, candidate: Candidate) -> list[StoredStage]:
+        """Return the stages that a candidate stands for."""
+        kind, number, rescoring = candidate
+        return [each for each in self._read(kind == "evaluation", number, rescoring) if each.kind == kind]
+
+    def producer(self, folder: str) -> StoredStage | None:
+        """Return the stage that made the artifact in a folder of the run; None for what is no stage of it."""
+        parts = folder.split("/")
+        name = parts[1] if parts[0] == RESCORED else None
+        number = parse_iteration(parts[2] if name is not None else parts[0])
+        if parts[0] == POLICIES or is_evaluation(folder):
+            number = int(parts[1]) if parts[1].isdigit() else None
+        if number is None or number < 1 + (parts[0] == POLICIES) * self._run.config.first_version:
+            return None
+        stages = self._read(is_evaluation(folder), number, name)
+        return next((each for each in stages if each.folder == folder), None)
+
+    def _read(self, evaluation: bool, number: int, rescoring: str | None) -> tuple[StoredStage, ...]:
+        key = (str(evaluation), number, rescoring)
+        if key not in self._known:
+            if evaluation:
+                self._known[key] = stages_of_evaluation(self._run, number)
+            elif rescoring is not None:
+                self._known[key] = stages_of_rescoring(self._run, rescoring, number)
+            else:
+                self._known[key] = stages_of_iteration(self._run, number)
+        return self._known[key]
+
+
+@flow(name="grpo verify", flow_run_name="{request.run}")
+async def verify(request: VerifyForm) -> VerificationReport:
+    """Compute stored stages again from their stored inputs, and compare; nothing in the run is changed."""
+    started = time.perf_counter()
+    plan = plan_verify(request)
+    require_server()
+    for note in (*plan.notes, f"verifying {plan.run.store.run}: {plan.chosen}"):
+        log(note)
+    run, problems = plan.run, list(plan.problems)
+    artifacts = stored_artifacts(run.reader) if plan.checks else []
+    problems += check_artifacts(RunReader(run.store), artifacts)
+    evidence = evidence_of(run)
+    tolerance = read_tolerance(request.tolerance, rounds=evidence.of_rounding is not None)
+    done: list[StageVerification] = []
+    with scratch_folder() as folder:
+        scratch = ArtifactStore(str(folder), run.store.run)
+        with locked(scratch, setting="RUN", value=run.store.run) as lock:
+            async with recording(scratch, lock):
+                stages = StagesOfRun(run)
+                recomputation = Recomputation(run.store, folder, stages.producer, tolerance, evidence)
+                complete = compute_all(plan, stages, recomputation, done)
+    report = VerificationReport(
+        run=run.store.run,
+        lineage=read_description(run.store).get(LINEAGE),
+        policies={version: run.policy(version).digest for version in _verified_versions(run, done)},
+        fingerprints=evidence.recorded,
+        made_by=tuple(evidence.made_by),
+        verified_by=evidence.verified_by,
+        at=datetime.now(UTC).replace(microsecond=0),
+        artifacts=len(artifacts),
+        problems=tuple(dict.fromkeys([*problems, *run.problems])),
+        stages=tuple(done),
+        chosen=plan.chosen,
+        tolerance=tolerance,
+        complete=complete,
+        seconds=time.perf_counter() - started,
+    )
+    keep_report(run.store, report)
+    await publish_report(verification_report(report), f"verify-{report.run}")
+    return report
+
+
+def compute_all(
+    plan: VerifyPlan, stages: StagesOfRun, recomputation: Recomputation, done: list[StageVerification]
+) -> bool:
+    """Compute what was chosen again, and add what is found to `done`; False if it was interrupted or a disk is full."""
+    begun = time.perf_counter()
+    try:
+        for number, candidate in enumerate(plan.candidates, start=1):
+            for stage in stages.of(candidate):
+                recomputation.verify(stage)
+                done[:] = recomputation.found.values()
+            advance_run(number, len(plan.candidates), (time.perf_counter() - begun) / number)
+    except (KeyboardInterrupt, StorageError) as error:
+        done[:] = recomputation.found.values()
+        log(f"stopped after {len(done)} stages: {error or 'interrupted'}")
+        return False
+    return True
+
+
+def _verified_versions(run: StoredRun, done: Sequence[StageVerification]) -> list[int]:
+    folders = [each.folder for each in done if each.kind == "update"]
+    return sorted(int(folder.rpartition("/")[2]) for folder in folders)
+
+
+def keep_report(store: ArtifactStore, report: VerificationReport) -> None:
+    """Keep the report beside the runs, where exports find it; a root that cannot be written has none."""
+    folder, _, name = verification_file(store.run).rpartition("/")
+    try:
+        # As a run of its own: nothing of the verified one is touched, not even its folder of unfinished files.
+        ArtifactStore(store.url, folder).write_file(name, dump_checked(report.model_dump(mode="json")))
+    except (StorageError, OSError, InputError) as error:
+        log(f"the report is not kept beside the run, whose root cannot be written: {error}")

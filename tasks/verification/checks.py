@@ -1,0 +1,69 @@
+"""What reading alone shows: checksums of every file, and whether the tables of a sampling round belong together."""
+
+from collections.abc import Iterator, Sequence
+
+from grpo_core.errors import InputError
+from tasks.progress import progress_of
+from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, GUARDRAILS, IMAGES, PARTS, REWARDS, ROLLOUTS, SCORES_FILE
+from tasks.runs.reader import RunReader
+from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
+from tasks.storage.artifacts.reference import MANIFEST_ENDING
+from tasks.storage.parquet import read_columns
+
+
+def stored_artifacts(reader: RunReader) -> list[str]:
+    """List the folders of all artifacts of a run, those in quarantine left out."""
+    store = reader.store
+    root = store.path()
+    found = [path.split(f"{root}/", 1)[-1] for path in store.filesystem.find(root) if path.endswith(MANIFEST_ENDING)]
+    names = [name.removesuffix(MANIFEST_ENDING) for name in found]
+    return sorted(name for name in names if not name.startswith((".", "quarantine/")))
+
+
+def check_artifacts(reader: RunReader, artifacts: Sequence[str]) -> list[str]:
+    """Verify every file of these artifacts, and the joins of their tables; return what is wrong."""
+    report = progress_of("checksums and joins", len(artifacts))
+    problems: list[str] = []
+    for done, folder in enumerate(artifacts, start=1):
+        found = reader.find(folder)
+        if found is not None and reader.verify(found, only=found.manifest.files) and folder.endswith(f"/{ROLLOUTS}"):
+            problems += _unjoined(reader, folder, artifacts)
+        report(done)
+    return [*(f"{each.place}: {each.reason}" for each in reader.damages), *problems]
+
+
+def _unjoined(reader: RunReader, rollouts: str, artifacts: Sequence[str]) -> Iterator[str]:
+    place = rollouts.rpartition("/")[0]
+    samples = _ids(reader, rollouts, PARTS)
+    if len({*samples}) < len(samples):
+        yield f"{rollouts}: {len(samples) - len({*samples})} sample ids are there twice"
+    if IMAGES_REMOVED not in removed_by(reader.pruned.get(rollouts)):
+        images = _ids(reader, rollouts, IMAGES)
+        if images and {*images} != {*samples}:
+            yield f"{rollouts}: {_first_lonely(images, samples)} is not in both rows and images"
+    for folder in artifacts:
+        if folder.startswith((f"{place}/{REWARDS}/", f"{place}/{GUARDRAILS}/")):
+            scored = _ids(reader, folder, SCORES_FILE)
+            if sorted(scored) != sorted(samples):
+                yield f"{folder}: {_first_lonely(scored, samples)} is not in both scores and rollouts"
+        # Advantages cover the sampling rounds before them too.
+        elif folder == f"{place}/{ADVANTAGES}" and (lonely := sorted({*samples} - {*_ids_of_round(reader, folder)})):
+            yield f"{folder}: {lonely[0]} of {rollouts} is not in it"
+
+
+def _ids_of_round(reader: RunReader, advantages: str) -> list[str]:
+    return _ids(reader, advantages, ADVANTAGES_FILE)
+
+
+def _first_lonely(one: Sequence[str], other: Sequence[str]) -> str:
+    return min({*one} ^ {*other}, default="a sample id that is there twice")
+
+
+def _ids(reader: RunReader, folder: str, pattern: str) -> list[str]:
+    store = reader.store
+    try:
+        ids: list[str] = read_columns(store.filesystem, store.path(folder), pattern, ("sample_id",))[0].to_pylist()
+    except (InputError, OSError, ValueError, IndexError, KeyError) as error:
+        reader.report_damage(folder, f"it cannot be read ({error})")
+        return []
+    return ids
