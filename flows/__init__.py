@@ -2,6 +2,7 @@
 
 training       the loop; start reading at training/train.py
 evaluation, replaying, rescoring, sample, export   `grpo evaluate`, `replay`, `rescore`, `sample`, `export`
+verification   `grpo verify`: stored stages are computed again and compared
 inspect_run, watch_run, list_runs, compare_runs   `grpo inspect`, with `--watch`, `grpo list`, `grpo compare`
 rewards/                     `grpo rewards`: weights, analysis of stored scores, a server that scores for others
 init, pruning, deploy, worker   `grpo init`, `prune`, `deploy`, `worker`
@@ -23,11 +24,11 @@ from typing import TYPE_CHECKING
 from flows.server.prefect_settings import apply_settings
 
 if TYPE_CHECKING:
-    from flows.command_line.flow_commands import evaluate, replay, rescore, train
+    from flows.command_line.flow_commands import evaluate, replay, rescore, train, verify
     from flows.training.hooks import StopTraining
     from tasks.runs.frames import open_run
 
-__all__ = ["StopTraining", "evaluate", "open_run", "replay", "rescore", "train"]
+__all__ = ["StopTraining", "evaluate", "open_run", "replay", "rescore", "train", "verify"]
 
 # With bitsandbytes installed, transformers imports it, and on the CPU it logs messages about unused 4-bit kernels.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in str(record.msg))

@@ -10,9 +10,11 @@ from flows.verification.causes import Evidence, cause_of
 from flows.verification.stored_stages import Reference, StoredStage, artifact_of
 from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError, first_line
 from grpo_core.parity import ParityError
+from tasks.pruning import FILES_REMOVED
+from tasks.pruning import PARTS as DELETED
 from tasks.rollouts.engines import engine_of
 from tasks.storage.artifacts.commit import removed_by
-from tasks.storage.artifacts.reference import PolicyRef, PrunedArtifactError, StaleReferenceError
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, PrunedArtifactError, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, stage_context, use_stage_context
 from tasks.verification.compare import compare_artifacts, level_of
 from tasks.verification.records import Difference, Level, StageVerification
@@ -103,22 +105,14 @@ class Recomputation:
     def _compare(self, stage: StoredStage, made: Reference, scratch: ArtifactStore) -> Computed:
         stored, computed = stage.artifact, artifact_of(made)
         pruned = removed_by(self.store.pruned_reason(stored))
-        if pruned:
-            if stored.digest == computed.digest:
-                return Computed("equal", reference=made, store=scratch)
-            gone = Difference(
-                place=f"digest ({' and '.join(pruned)} pruned)",
-                stored=stored.digest[:16],
-                computed=computed.digest[:16],
-                count=1,
-                total=1,
-            )
-            return Computed("differs", (gone,), made, scratch)
+        if FILES_REMOVED in pruned:
+            return _compare_digests(stored, computed, made, scratch)
         policy = stage.arguments.get("policy")
         previous = policy.checkpoint if isinstance(policy, PolicyRef) and stage.kind == "update" else None
         with self.store.reading() as read, scratch.reading() as read_computed:
             before = read(previous) if previous is not None else None
-            differences = compare_artifacts(read(stored), read_computed(computed), previous=before)
+            without = [DELETED[part] for part in pruned]
+            differences = compare_artifacts(read(stored), read_computed(computed), previous=before, without=without)
         return Computed(level_of(differences, self.tolerance), differences, made, scratch)
 
     def _explained(self, stage: StoredStage, computed: Computed, depth: int) -> StageVerification:
@@ -160,6 +154,15 @@ class Recomputation:
         if differing and self._try(stage, differing).level in ("equal", "rounding"):
             return " and ".join(titles)
         return None
+
+
+def _compare_digests(stored: ArtifactRef, computed: ArtifactRef, made: Reference, scratch: ArtifactStore) -> Computed:
+    """Compare what `grpo prune` has left of an artifact without files: the digest of its values."""
+    if stored.digest == computed.digest:
+        return Computed("equal", reference=made, store=scratch)
+    shown = stored.digest[:16], computed.digest[:16]
+    digest = Difference(place="digest of the deleted files", stored=shown[0], computed=shown[1], count=1, total=1)
+    return Computed("differs", (digest,), made, scratch)
 
 
 def _not_computable(stage: StoredStage) -> str | None:

@@ -1,6 +1,9 @@
 """Stored stages against the same stages computed again.
 
 records    what a verification found: levels, differences, a stage, the whole report
+card       the report as tables, for the command and the model card
+checks     what reading alone shows: checksums, and whether tables belong together
+scratch    a run's store that is not written, and copies of what a stage reads
 compare    the differences of two artifacts, and their level
 tables     of their tables: rows, columns, pixels
 tensors    of states, weights and optimizers

@@ -201,10 +201,10 @@ def test_a_run_without_a_configuration_is_refused(described: ArtifactStore) -> N
 def test_every_start_is_a_line_and_a_damaged_line_costs_no_other(tmp_path: Path) -> None:
     maker = RunMaker(tmp_path)
     assert read_starts(RunReader(maker.store)) == ()
-    record_start(maker.store)
+    record_start(maker.store, "a processor", {"torch": "1"})
     path = maker.folder / STARTS_FILE
     path.write_text(path.read_text() + '{"at": "2026-01-02T03:04:05Z", "host"\n')
-    record_start(maker.store)
+    record_start(maker.store, "a processor", {"torch": "1"})
     reader = RunReader(maker.store)
     first, second = read_starts(reader)
     assert first.host == second.host == json.loads(path.read_text().splitlines()[0])["host"]
