@@ -20,12 +20,13 @@ from configs.schema import RunConfig
 from configs.validation import NAME_HINT, Name
 from flows.evaluation import evaluate
 from flows.pipeline.prefect_ui import form_schema
-from flows.requests import DeployRequest, EvaluateRequest, RescoreRequest
+from flows.requests import DeployRequest, EvaluateRequest, RescoreRequest, VerifyRequest
 from flows.rescoring.rescore import rescore
 from flows.server.heartbeat_automation import ensure_automation
 from flows.server.prefect_settings import CLIENT
 from flows.server.reachable import KIND, require_configured
 from flows.training.train import train
+from flows.verification.verify import verify
 from flows.worker import read_or_create_pool
 from grpo_core.errors import InputError
 from tasks.process import CHECKOUT
@@ -123,6 +124,7 @@ async def deploy_run(request: DeployRequest, config: RunConfig) -> DeployedRun:
     text = f"GRPO training of the run {config.run.name}; a run that was started before is resumed."
     wanted = [Deployable(train, name, config, text)]
     wanted += [evaluation(config, name)] if request.evaluate else []
+    wanted += [verification(config, name)] if request.verify else []
     wanted += [rescoring(config, name, Path(file)) for file in request.rescore]
     if len({(each.flow.name, each.name) for each in wanted}) < len(wanted):
         hint = "A rescoring is named after its file, and these names are equal; rename one file."
@@ -274,6 +276,12 @@ def evaluation(config: RunConfig, name: str) -> Deployable:
     request = EvaluateRequest(run=config.run.name, root=config.storage.root, trust_code=True)
     text = f"Held-out scores of a policy version of the run {config.run.name}."
     return Deployable(evaluate, f"{name}-evaluate", request, text)
+
+
+def verification(config: RunConfig, name: str) -> Deployable:
+    """Describe the deployment that computes random stages of the run again, others each time."""
+    request = VerifyRequest(run=config.run.name, root=config.storage.root, trust_code=True)
+    return Deployable(verify, f"{name}-verify", request, f"Stages of the run {config.run.name}, computed again.")
 
 
 def rescoring(config: RunConfig, name: str, file: Path) -> Deployable:

@@ -284,6 +284,7 @@ class DeployRequest(Section):
     )
     name: str | None = Field(None, description="name of the deployments; by default the run's")
     evaluate: Annotated[bool, Option("--evaluate")] = Field(False, description="also register evaluations of the run")
+    verify: Annotated[bool, Option("--verify")] = Field(False, description="also register verifications of the run")
     rescore: Annotated[tuple[str, ...], Option("--rescore", metavar="FILE")] = Field(
         (), description="also register a rescoring with these rewards"
     )

@@ -1,5 +1,6 @@
 """Compute one stored stage again in a scratch root, compare, and say which difference explains which."""
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -100,7 +101,11 @@ class Recomputation:
             return Computed("untried", reason=f"an input is damaged: {error}")
         except (InputError, ImportError, ConnectionError) as error:
             return Computed("untried", reason=str(error))
-        return self._compare(stage, made, scratch)
+        compared = self._compare(stage, made, scratch)
+        if compared.level != "differs":
+            # What differs may explain what was made from it.
+            shutil.rmtree(scratch.root)
+        return compared
 
     def _compare(self, stage: StoredStage, made: Reference, scratch: ArtifactStore) -> Computed:
         stored, computed = stage.artifact, artifact_of(made)

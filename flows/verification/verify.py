@@ -21,7 +21,7 @@ from flows.verification.stored_stages import (
 )
 from grpo_core.errors import InputError
 from tasks.progress import advance_run, log
-from tasks.runs.layout import POLICIES, RESCORED, is_evaluation, parse_iteration
+from tasks.runs.layout import OTHER_EVALUATIONS, POLICIES, RESCORED, is_evaluation, parse_iteration
 from tasks.runs.lookup import read_description
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.store import LINEAGE, ArtifactStore
@@ -122,11 +122,23 @@ def compute_all(
                 recomputation.verify(stage)
                 done[:] = recomputation.found.values()
             advance_run(number, len(plan.candidates), (time.perf_counter() - begun) / number)
+        if any(kind == "evaluation" for kind, _, _ in plan.candidates):
+            done += other_evaluations(plan.run)
     except (KeyboardInterrupt, StorageError) as error:
         done[:] = recomputation.found.values()
         log(f"stopped after {len(done)} stages: {error or 'interrupted'}")
         return False
     return True
+
+
+def other_evaluations(run: StoredRun) -> list[StageVerification]:
+    """Return the evaluations with other prompts or settings than the run's, which it does not record."""
+    folders = [f"{OTHER_EVALUATIONS}/{name}" for name in run.reader.names(OTHER_EVALUATIONS)]
+    reason = "its prompts and settings were given to `grpo evaluate`, and the run does not record them"
+    return [
+        StageVerification(kind="evaluation", title=folder, folder=folder, level="untried", reason=reason)
+        for folder in folders
+    ]
 
 
 def _verified_versions(run: StoredRun, done: Sequence[StageVerification]) -> list[int]:
