@@ -111,8 +111,8 @@ def by_the_command(run: str, *options: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="class")
 def alone(server: None) -> dict[str, Any]:
-    """A training, its evaluation and a rescoring, deployed at a server without their pool."""
-    also = ("--evaluate", "--rescore", str(MIX))
+    """A training, its evaluation, its verification and a rescoring, deployed at a server without their pool."""
+    also = ("--evaluate", "--verify", "--rescore", str(MIX))
     return by_the_command("alone", "--cron", "0 2 * * *", "--timezone", "Europe/Berlin", *also)
 
 
@@ -128,14 +128,16 @@ async def replace_schedule(name: str, changed: Mapping[str, Any]) -> None:
 
 class TestRegistered:
     def test_by_the_command_on_a_pool_and_a_server_that_are_made_ready(self, alone: dict[str, Any]) -> None:
-        names = ["grpo train/alone", "grpo evaluate/alone-evaluate", "grpo rescore/alone-rescore-mix"]
+        others = ["grpo evaluate/alone-evaluate", "grpo verify/alone-verify", "grpo rescore/alone-rescore-mix"]
+        names = ["grpo train/alone", *others]
         assert [(each["name"], each["updated"]) for each in alone["deployments"]] == [(name, False) for name in names]
         assert (alone["pool"], alone["pool_type"], alone["root"]) == ("made-by-deploy", "grpo", "runs")
         assert alone["deployments"][0]["schedule"] == "0 2 * * * (Europe/Berlin)"
         with get_client(sync_client=True) as client:
             assert len(client.read_automations_by_name(AUTOMATION)) == 1
         found = on_the_server("alone")
-        training, evaluation, rescoring = (found[name] for name in names)
+        training, evaluation, verification, rescoring = (found[name] for name in names)
+        assert verification.parameters["request"]["run"] == "alone"
         assert training.parameters == {"config": read_config(TINY, ["run.name=alone"]).model_dump(mode="json")}
         assert (training.work_pool_name, training.tags) == ("made-by-deploy", ["grpo", "alone"])
         assert training.global_concurrency_limit is not None
