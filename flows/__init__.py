@@ -2,7 +2,7 @@
 
 training       the loop; start reading at training/train.py
 evaluation, replaying, rescoring, sample, export   `grpo evaluate`, `replay`, `rescore`, `sample`, `export`
-verification   `grpo verify`: stored stages are computed again and compared
+verification   `grpo verify`, `grpo evaluate EXPORT --card`: what is stored or exported is computed again and compared
 inspect_run, watch_run, list_runs, compare_runs   `grpo inspect`, with `--watch`, `grpo list`, `grpo compare`
 rewards/                     `grpo rewards`: weights, analysis of stored scores, a server that scores for others
 init, pruning, deploy, worker   `grpo init`, `prune`, `deploy`, `worker`
@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING
 from flows.server.prefect_settings import apply_settings
 
 if TYPE_CHECKING:
-    from flows.command_line.flow_commands import evaluate, replay, rescore, train, verify
+    from flows.command_line.flow_commands import evaluate, replay, rescore, train
+    from flows.command_line.verification_commands import repeat_evaluation, verify
     from flows.training.hooks import StopTraining
     from tasks.runs.frames import open_run
 
-__all__ = ["StopTraining", "evaluate", "open_run", "replay", "rescore", "train", "verify"]
+__all__ = ["StopTraining", "evaluate", "open_run", "repeat_evaluation", "replay", "rescore", "train", "verify"]
 
 # With bitsandbytes installed, transformers imports it, and on the CPU it logs messages about unused 4-bit kernels.
 logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit" not in str(record.msg))
@@ -39,7 +40,11 @@ logging.getLogger("prefect.task_runs").addFilter(
 # Prefect reads its settings when it is imported, and everything here imports it after this.
 apply_settings()
 
-_MODULES = {"StopTraining": "flows.training.hooks", "open_run": "tasks.runs.frames"}
+_MODULES = {
+    "StopTraining": "flows.training.hooks",
+    "open_run": "tasks.runs.frames",
+    **dict.fromkeys(("repeat_evaluation", "verify"), "flows.command_line.verification_commands"),
+}
 
 
 def __getattr__(name: str) -> object:

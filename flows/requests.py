@@ -4,6 +4,7 @@ Nothing that takes long to import is imported here: options are shown and checke
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
@@ -56,6 +57,7 @@ _FIXED_IN_REPLAYS = {
 _IN_EVALUATIONS = ("evaluate", "rollout", "rewards", "advantages", "guardrails", "placement", "storage.cache")
 _OF_TRAINING = ("evaluate.every", "advantages.max_rounds")
 _IN_SAMPLES = ("rollout", "placement")
+_OF_A_REWARD = re.compile(r"(guardrails\.)?rewards\.\d+\.settings\.")
 _MOVED = "policy.model"
 """The model of a run may be elsewhere; its digest has to be the same."""
 
@@ -111,6 +113,20 @@ class EvaluateRequest(_PolicyRequest):
             **unset,
         }
         return [*(f"evaluate.{key}={json.dumps(value)}" for key, value in changed.items()), *self.overrides]
+
+
+class RepeatRequest(Section):
+    """Repeats the evaluation of an exported policy from its folder alone, and compares."""
+
+    folder: Annotated[str, Argument(metavar="EXPORT")] = Field(min_length=1, description="a folder of `grpo export`")
+    overrides: Overrides = Field((), description="policy.model=PATH, placement, or a setting of a reward")
+    trust_code: Trust = Field(False, description=TRUST)
+
+    def hint_against(self, path: str) -> str | None:
+        """Return what to do instead of changing this setting; None where it can be changed."""
+        if path == _MOVED or path.partition(".")[0] == "placement" or _OF_A_REWARD.match(path):
+            return None
+        return f"A card is repeated as it is; {_MOVED}, placement and rewards.N.settings can be changed."
 
 
 class RescoreRequest(Section):
@@ -224,6 +240,9 @@ class ExportRequest(_PolicyRequest):
     )
     push_to_hub: Annotated[str | None, Option(metavar="REPO")] = Field(
         None, min_length=1, description="also upload the folder to this repository of the Hugging Face hub"
+    )
+    without_prompts: Annotated[bool, Option("--without-prompts")] = Field(
+        False, description="leave out the held-out prompts and their images, which repeat the evaluation"
     )
     overrides: Overrides = Field((), description="policy.model=PATH, where the model is elsewhere than in training")
     trust_code: Trust = Field(False, description=TRUST)

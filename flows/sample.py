@@ -16,6 +16,7 @@ from configs.policy_name import PolicyName
 from configs.schema import AnyRollout, ByPolicy
 from configs.sections import PolicySection, kind_of
 from configs.validation import validated
+from flows.export.folder import is_adapter, policy_values, require_same_base
 from flows.pipeline.lineage import model_problems
 from flows.preflight.model import source_of
 from flows.preflight.trust import OF_MODEL, require_trust, trusted_config
@@ -23,14 +24,12 @@ from flows.requests import SampleRequest, refuse_overrides
 from grpo_core.errors import InputError, NonFiniteError, raise_all
 from grpo_core.pipeline_files import CONFIG_FILE, INDEX_FILE, read_kind
 from grpo_core.policies.protocol import Policy, policy_family
-from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE
 from grpo_core.rollouts.images import SourceImage
 from grpo_core.rollouts.messages import caption_of, read_messages, refuse_messages
 from grpo_core.rollouts.records import BrokenImage, GroupRequest
-from grpo_core.rollouts.streams import STREAMS
 from grpo_core.seeds import derive_seed
 from tasks.models.devices import configure_torch
-from tasks.models.initial import RECORD_FILE, model_digest
+from tasks.models.initial import RECORD_FILE
 from tasks.models.resident import ModelSpec, ResidentPolicy, load_policy
 from tasks.prompts.marks import mark_images, require_match
 from tasks.prompts.source_images import load_source
@@ -105,12 +104,8 @@ def _read(prompt: str, images: int, *, captions: bool) -> str:
 
 
 def _is_model(folder: Path) -> bool:
-    is_model = any((folder / name).is_file() for name in (INDEX_FILE, CONFIG_FILE)) or _is_adapter(folder)
+    is_model = any((folder / name).is_file() for name in (INDEX_FILE, CONFIG_FILE)) or is_adapter(folder)
     return is_model and not (folder / RUN_FILE).exists()
-
-
-def _is_adapter(folder: Path) -> bool:
-    return any((place / ADAPTER_CONFIG_FILE).is_file() for place in (folder, *(folder / each for each in STREAMS)))
 
 
 def _open_run(request: SampleRequest) -> Source:
@@ -134,20 +129,16 @@ def _open_run(request: SampleRequest) -> Source:
 
 def _open_folder(folder: Path, request: SampleRequest) -> Source:
     record = folder / RECORD_FILE
-    adapter = folder if _is_adapter(folder) else None
+    merged = not is_adapter(folder)
     if record.is_file():
         values = _read_record(record)
-    elif adapter is None:
+    elif merged:
         values = {"policy": _described(folder)}
     else:
         hint = f"It is an adapter without {RECORD_FILE}, which `grpo export` writes; merge it into its base first."
         raise InputError("RUN|MODEL", str(folder), hint)
     sections: dict[str, Any] = {name: values[name] for name in ("policy", "rollout") if name in values}
-    if adapter is not None:
-        sections["policy"] |= {"adapter": str(adapter), "lora": None}
-    else:
-        own = ("revision", "adapter", "lora", "denoising_lora", "frozen", "quantization")
-        sections["policy"] |= {"model": str(folder), **dict.fromkeys(own)}
+    sections["policy"] = policy_values(folder, sections["policy"], merged=merged)
     raise_all(apply_overrides(sections, request.overrides))
     images = policy_family(kind_of(sections["policy"])).modality == "image"
     if images and not {"height", "width"} <= sections.get("rollout", {}).keys():
@@ -157,8 +148,8 @@ def _open_folder(folder: Path, request: SampleRequest) -> Source:
     # The folder itself is what the person named.
     uses = [use for use in uses_of(config, within=OF_MODEL) if use.value != str(folder)]
     require_trust(uses, str(record), trust=request.trust_code)
-    if adapter is not None:
-        _require_same_base(values.get("base_digest"), sections["policy"])
+    if not merged:
+        require_same_base(values.get("base_digest"), sections["policy"])
     return Source(folder.resolve().name, config, _spec(config.policy, ""))
 
 
@@ -169,14 +160,6 @@ def _read_record(file: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError("RUN|MODEL", str(file), f"It is damaged ({error!r}); export the policy again.") from error
     return values
-
-
-def _require_same_base(recorded: str | None, policy: dict[str, Any]) -> None:
-    """Refuse an exported adapter over another model under the name of its base."""
-    found = model_digest(policy["model"], policy.get("revision")) if recorded else None
-    if found != recorded:
-        hint = f"Its files here are {str(found)[:12]}, and the adapter's base is {str(recorded)[:12]}; restore them."
-        raise InputError("policy.model", policy["model"], hint)
 
 
 def _described(folder: Path) -> dict[str, object]:

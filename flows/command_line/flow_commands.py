@@ -10,27 +10,31 @@ import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from configs.policy_name import FORM
-from configs.validation import Section, validated
+from configs.validation import validated
 from configs.yaml_files import yaml_value
 from flows.command_line.options import (
     RESTART,
+    Changes,
     Config,
     Json,
     Overrides,
     RunName,
     all_overrides,
+    as_request,
     ask_about_change,
     handle_errors,
     is_terminal,
+    override_texts,
     print_result,
     takes_request,
 )
-from flows.requests import EvaluateRequest, ReplayRequest, RescoreRequest, VerifyRequest
+from flows.command_line.verification_commands import repeat_evaluation
+from flows.requests import EvaluateRequest, RepeatRequest, ReplayRequest, RescoreRequest
 from flows.run_flow import all_machines, reporting, run_flow, start_server
 from grpo_core.errors import InputError
 from tasks.process import collection_paused
@@ -44,12 +48,6 @@ if TYPE_CHECKING:
     from flows.rescoring.rescore import Rescoring
     from flows.training.hooks import IterationHook
     from flows.training.summary import TrainSummary
-    from tasks.verification.records import VerificationReport
-
-Changes = Mapping[str, object] | Sequence[str]
-"""Settings to change: values by dotted key, `{"update.learning_rate": 1e-4}`, or texts as of `--set`."""
-
-Q = TypeVar("Q", bound=Section)
 
 commands = typer.Typer()
 
@@ -107,7 +105,7 @@ def train(
     from flows.preflight.files import check_files, refuse_missing_files
     from tasks.runs.trust import remember, uses_of
 
-    given = as_config(config, _texts(overrides))
+    given = as_config(config, override_texts(overrides))
     refuse_missing_files(given)
     remember(uses_of(given))
 
@@ -182,7 +180,7 @@ def replay(
         on_iteration, progress: as of :func:`train`.
         options: fields of ReplayRequest: advantages, iterations, max_staleness, name, overrides, trust_code, root.
     """
-    request = _request(ReplayRequest, source, "source", options)
+    request = as_request(ReplayRequest, source, "source", options)
 
     def body() -> "Coroutine[Any, Any, ReplaySummary]":
         from flows.preflight.files import check_files
@@ -228,7 +226,7 @@ def rescore(
     """
     with _rewards_file(rewards) as file:
         given = options if file is None else {**options, "rewards": file}
-        request = _request(RescoreRequest, (runs,) if isinstance(runs, str) else runs, "sources", given)
+        request = as_request(RescoreRequest, (runs,) if isinstance(runs, str) else runs, "sources", given)
 
         def body() -> "Coroutine[Any, Any, Rescoring]":
             from configs.loader import read_rewards_file
@@ -262,8 +260,23 @@ def _rewards_file(rewards: str | Path | Sequence[Mapping[str, Any]] | None) -> I
 
 @commands.command("evaluate")
 @takes_request(EvaluateRequest)
-def evaluate_command(request: EvaluateRequest, as_json: Json = False) -> None:
+def evaluate_command(
+    request: EvaluateRequest,
+    card: Annotated[
+        bool, typer.Option("--card", help="RUN is an exported folder: repeat the evaluation of its card, and compare")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Evaluate a policy version on held-out prompts with fixed seeds; stored results are not computed again."""
+    if card:
+        if request.prompts is not None:
+            raise InputError("--prompts", request.prompts, "With --card the prompts are those of the card.")
+        given = {"overrides": request.overrides, "trust_code": request.trust_code}
+        repeated = repeat_evaluation(validated(RepeatRequest, {"folder": request.run, **given}))
+        print_result(repeated.report(), repeated, as_json)
+        if not repeated.is_repeated:
+            raise typer.Exit(1)
+        return
     summary = evaluate(request)
     print_result(summary.report(), summary, as_json)
 
@@ -276,7 +289,7 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
         progress: as of :func:`train`.
         options: fields of EvaluateRequest: prompts, overrides, trust_code, root.
     """
-    request = _request(EvaluateRequest, run, "run", options)
+    request = as_request(EvaluateRequest, run, "run", options)
 
     def body() -> "Coroutine[Any, Any, EvaluateSummary]":
         from flows.preflight.files import check_heldout_files
@@ -292,56 +305,3 @@ def evaluate(run: str | EvaluateRequest, *, progress: bool = True, **options: An
         return flow(request)
 
     return run_flow(body, progress=progress)
-
-
-@commands.command("verify")
-@takes_request(VerifyRequest)
-def verify_command(request: VerifyRequest, as_json: Json = False) -> None:
-    """Compute stored stages again, and compare; exit code 1: something differs, 2: nothing could be tried."""
-    found = verify(request)
-    from tasks.verification.card import verification_report
-
-    print_result(verification_report(found), found, as_json)
-    raise typer.Exit(found.exit_code)
-
-
-def verify(run: "str | VerifyRequest", *, progress: bool = True, **options: Any) -> "VerificationReport":
-    """Compute stored stages again from their stored inputs, and compare; the run is not changed.
-
-    Args:
-        run: a run under the storage root, or the path of its folder.
-        progress: as of :func:`train`.
-        options: fields of VerifyRequest: iterations, stages, tolerance, seed, overrides, trust_code, root.
-    """
-    request = _request(VerifyRequest, run, "run", options)
-
-    def body() -> "Coroutine[Any, Any, VerificationReport]":
-        from tasks.runs.lookup import find_run
-
-        find_run(request.run, request.root)
-        start_server()
-        from flows.verification.opened import plan_verify
-        from flows.verification.verify import verify as flow
-
-        plan_verify(request)
-        return flow(request)
-
-    return run_flow(body, progress=progress)
-
-
-def _request(model: type[Q], first: object, field: str, options: Mapping[str, Any]) -> Q:
-    """Return the request that was given, or build one from the options of a call."""
-    if isinstance(first, model):
-        if options:
-            raise TypeError(f"a {model.__name__} has all options; change its fields instead of {', '.join(options)}")
-        return first
-    given = {**options, field: first}
-    if "overrides" in given:
-        given["overrides"] = _texts(given["overrides"])
-    return validated(model, given)
-
-
-def _texts(overrides: Changes) -> tuple[str, ...]:
-    if not isinstance(overrides, Mapping):
-        return tuple(overrides)
-    return tuple(f"{key}={yaml_value(value)}" for key, value in overrides.items())

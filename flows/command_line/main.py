@@ -20,6 +20,7 @@ from flows.command_line.options import server_is_lost
 from flows.command_line.setup_commands import commands as setup_commands
 from flows.command_line.subcommands import commands as stored_run_commands
 from flows.command_line.subcommands import reward_commands
+from flows.command_line.verification_commands import commands as verification_commands
 
 application = typer.Typer(
     name="grpo",
@@ -30,7 +31,7 @@ application = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-for group in (flow_commands, setup_commands, stored_run_commands, reward_commands):
+for group in (flow_commands, verification_commands, setup_commands, stored_run_commands, reward_commands):
     application.add_typer(group)
 
 

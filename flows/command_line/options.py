@@ -8,7 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo, ParameterInfo
 
 from configs.validation import Section, validated
+from configs.yaml_files import yaml_value
 from flows.requests import SET
 from grpo_core.errors import InputError, joined
 from tasks.process import openable
@@ -192,8 +193,6 @@ def _of_option(model: type[Section], error: InputError) -> InputError:
 
 def all_overrides(config: Path, run: str | None, overrides: list[str] | None, *chosen: str) -> list[str]:
     """Return the overrides of a configuration that is to be read, those of other options last."""
-    from configs.yaml_files import yaml_value
-
     if config.is_file() and "torch" not in sys.modules:
         typer.echo(f"reading {config} ...", err=True)
     return [*(overrides or []), *([f"run.name={yaml_value(run)}"] if run is not None else []), *chosen]
@@ -267,3 +266,26 @@ def _free_name(config: "RunConfig") -> str:
     taken = RunReader(open_store(config.storage, "")).names()
     names = (f"{config.run.name}-{number}" for number in itertools.count(2))
     return next(name for name in names if name not in taken)
+
+
+Changes = Mapping[str, object] | Sequence[str]
+"""Settings to change: values by dotted key, `{"update.learning_rate": 1e-4}`, or texts as of `--set`."""
+
+
+def as_request(model: type[R], first: object, field: str, options: Mapping[str, Any]) -> R:
+    """Return the request that was given, or build one from the options of a call."""
+    if isinstance(first, model):
+        if options:
+            raise TypeError(f"a {model.__name__} has all options; change its fields instead of {', '.join(options)}")
+        return first
+    given = {**options, field: first}
+    if "overrides" in given:
+        given["overrides"] = override_texts(given["overrides"])
+    return validated(model, given)
+
+
+def override_texts(overrides: Changes) -> tuple[str, ...]:
+    """Return settings to change as texts, `section.key=value`."""
+    if not isinstance(overrides, Mapping):
+        return tuple(overrides)
+    return tuple(f"{key}={yaml_value(value)}" for key, value in overrides.items())

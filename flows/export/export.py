@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from configs.sections import PolicySection
+from flows.export.evaluated import evaluation_card
 from flows.export.model_card import another_function, model_card
 from flows.export.plan import ExportPlan
 from flows.export.usage import DIFFUSERS_FILE
@@ -21,10 +22,11 @@ from grpo_core.policies.trained.settings import ADAPTER_CONFIG_FILE, ADAPTER_FIL
 from grpo_core.rollouts.streams import Stream
 from tasks.models.initial import RECORD_FILE, weights_folder
 from tasks.reports.report import Report
-from tasks.reports.text import relative
-from tasks.storage.files import fsync_folder
+from tasks.reports.text import counted, relative
+from tasks.storage.files import dump_checked, fsync_folder
+from tasks.verification.evaluation_card import EVALUATION_FILE
 
-CARD_FILE = "README.md"
+CARD_FILE, VERIFICATION_FILE = "README.md", "verification.json"
 
 # Where diffusers looks for the settings of an adapter; without them it takes alpha for the rank.
 _METADATA = "lora_adapter_metadata"
@@ -37,6 +39,7 @@ class ExportSummary(BaseModel):
     Attributes:
         policy_digest: sha256 of its weights.
         kind: `adapter`, in the formats of peft and diffusers, or `merged`, a model.
+        heldout_prompts: number of held-out prompts that evaluation.json has, to repeat the evaluation.
         url: address of the repository on the hub; None where it was not pushed.
         quantization: of the base that the adapters were trained over, in a few words; None: it is not quantized.
     """
@@ -46,6 +49,7 @@ class ExportSummary(BaseModel):
     policy_digest: str
     kind: str
     folder: str
+    heldout_prompts: int
     url: str | None
     quantization: str | None = None
 
@@ -55,6 +59,7 @@ class ExportSummary(BaseModel):
             ("written", "a merged model" if self.kind == "merged" else "an adapter, in peft's format"),
             ("policy digest", self.policy_digest[:16]),
             ("folder", relative(self.folder)),
+            *([("evaluation.json", counted(self.heldout_prompts, "held-out prompt"))] if self.heldout_prompts else []),
             *([("hub", self.url)] if self.url else []),
         ]
         notes = [] if self.quantization is None else [another_function(self.quantization, self.kind)]
@@ -86,8 +91,14 @@ def export(plan: ExportPlan) -> ExportSummary:
             for stream, folder in weights.items():
                 write_adapter(stream, folder, staged / stream if len(streams) > 1 else staged, section)
         (staged / RECORD_FILE).write_text(json.dumps(_record(plan), indent=1, ensure_ascii=False), encoding="utf-8")
-        (staged / CARD_FILE).write_text(model_card(plan), encoding="utf-8")
-        fsync_folder(staged)
+        written = fsync_folder(staged)
+        card = evaluation_card(plan, {name: each for name, each in written.items() if name != RECORD_FILE}, staged)
+        if card is not None:
+            (staged / EVALUATION_FILE).write_text(card.model_dump_json(indent=1), encoding="utf-8")
+        if plan.verification is not None:
+            (staged / VERIFICATION_FILE).write_bytes(dump_checked(plan.verification.model_dump(mode="json")))
+        (staged / CARD_FILE).write_text(model_card(plan, card), encoding="utf-8")
+        fsync_folder(staged, written)
         # Replaces an empty folder only.
         staged.rename(plan.folder)
     return ExportSummary(
@@ -96,6 +107,7 @@ def export(plan: ExportPlan) -> ExportSummary:
         policy_digest=plan.policy.digest,
         kind="adapter" if plan.base is None else "merged",
         folder=str(plan.folder),
+        heldout_prompts=0 if card is None else len(card.prompts),
         url=None if plan.repository is None else _push(plan.folder, plan.repository),
         quantization=None if section.quantization is None else section.quantization.description,
     )

@@ -1,4 +1,4 @@
-"""What an exported folder says of itself: its README.md, with base, data, rewards, and held-out rewards."""
+"""What an exported folder says of itself: its README.md, with base, data, rewards, evaluation and verification."""
 
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -7,17 +7,15 @@ from configs.rollouts import VisionRolloutSection
 from configs.schema import RunConfig
 from configs.scoring import RewardSection
 from configs.sections import PolicySection
+from flows.export.evaluated import evaluation_report, verification_section
 from flows.export.plan import ExportPlan
 from flows.export.usage import edits, usage
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rollouts.streams import Stream
-from tasks.metrics import HELDOUT
-from tasks.reports.report import Fact, Report, Table, markdown_of
-from tasks.reports.text import number, reward_origin
-from tasks.runs.layout import RECOMPUTED, StoredEvaluation, evaluation_folder
+from tasks.reports.report import Fact, Report, markdown_of
+from tasks.runs.layout import RECOMPUTED
 from tasks.runs.lookup import spans
-from tasks.runs.stored import find_evaluation
-from tasks.runs.stored_policies import choose_policy
+from tasks.verification.evaluation_card import EvaluationCard
 
 _LICENCE = (
     "Not stated. The licences of the base model and of the data apply; add yours as `license:` at the top of this file."
@@ -32,12 +30,13 @@ def another_function(quantization: str, kind: str) -> str:
     return f"{trained} Merged into the unquantized base they are another function than the policy."
 
 
-def model_card(plan: ExportPlan) -> str:
-    """Return the card: base, data, rewards, held-out rewards before and after, and how the export is used."""
+def model_card(plan: ExportPlan, evaluation: EvaluationCard | None) -> str:
+    """Return the card: base, data, rewards, how it was evaluated and verified, and how the export is used."""
     exported = plan.repository or plan.folder.name
     sections = {
         "Training": [markdown_of(Report("", training_facts(plan)))],
-        "Held-out rewards": [markdown_of(Report("", tables=[heldout_table(plan)]))],
+        "Evaluation": [markdown_of(evaluation_report(plan, evaluation))],
+        "Verification": [markdown_of(verification_section(plan))],
         "Use": ["```python", usage(plan.config, exported, merged=plan.base is not None), "```"],
         "Licence": [_LICENCE],
     }
@@ -142,42 +141,3 @@ def _trained(policy: PolicySection, stream: Stream) -> str:
 def _named(what: str, stream: Stream, config: RunConfig) -> str:
     """Return the name of a fact about one component; with its stream if several are trained."""
     return what if len(config.policy.streams) == 1 else f"{what}, {stream}"
-
-
-def heldout_table(plan: ExportPlan) -> Table:
-    """Return the mean held-out rewards of the policy that training started from and of the version."""
-    before, after = _evaluated_first(plan), _evaluated(plan)
-    if after is None:
-        return Table("", [], note=f"Version {plan.policy.version} was not evaluated on held-out prompts.")
-    prompts = ", ".join(PurePosixPath(each.prompts).name for each in plan.config.evaluate.sets)
-    means = {"before": _means(before), f"version {plan.policy.version}": _means(after)}
-    origin = reward_origin(HELDOUT, plan.origin.rescoring)
-    rows = [
-        {"": f"{name}{origin}" if name == "reward" else name}
-        | {side: number(known.get(name)) for side, known in means.items()}
-        for name in _means(after)
-    ]
-    start = plan.origin.started_from
-    of_start = f" Before is {start}." if start is not None else ""
-    return Table("", rows, note=f"Means over {after.rollouts.rows:,} samples of the prompts in {prompts}.{of_start}")
-
-
-def _evaluated(plan: ExportPlan) -> StoredEvaluation | None:
-    return find_evaluation(plan.store, evaluation_folder(plan.policy.version), plan.config, plan.policy)
-
-
-def _evaluated_first(plan: ExportPlan) -> StoredEvaluation | None:
-    """Return the evaluation of the policy that training started from; None where it is not stored."""
-    version = plan.origin.first_version
-    # The policy of a replay's source is not in this run, which itself makes none of this version.
-    initial = None if version else choose_policy(plan.store, 0, plan.base_digest)[0].averaged
-    return find_evaluation(plan.store, evaluation_folder(version), plan.config, initial)
-
-
-def _means(done: StoredEvaluation | None) -> dict[str, float | None]:
-    if done is None:
-        return {}
-    scores = {**done.rewards, **{f"{label} (guardrail)": each for label, each in done.guardrails.items()}}
-    labels = {name: name.removesuffix(" (guardrail)") for name in scores}
-    means = {name: each.metrics.get(f"rewards/{labels[name]}/mean") for name, each in scores.items()}
-    return {"reward": done.advantages.metrics.get("reward"), **means}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from configs.policy_name import BEST, PolicyName
 from configs.schema import RunConfig
-from flows.preflight.trust import OF_MODEL, requested_config
+from flows.preflight.trust import OF_MODEL, requested_config, trusted_folders
 from flows.requests import ExportRequest
 from grpo_core.errors import InputError
 from grpo_core.policies.trained.quantization import read_stored
@@ -16,6 +16,8 @@ from tasks.runs.stored_policies import adapter_version, choose_policy, chosen_ve
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import require_writable
+from tasks.verification.card import read_verification
+from tasks.verification.records import VerificationReport
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class ExportPlan:
         base_digest: digest of the model that was trained, and of the adapter that training started from.
         base: folder of that model; None for an adapter, which needs nothing of it.
         folder: absolute path; does not exist, or is empty.
+        target_folders: where target images of held-out prompts may be read; None: the export has no prompts.
+        verification: what `grpo verify` last stored about the run.
         notes: messages about damaged versions that were skipped.
     """
 
@@ -40,6 +44,8 @@ class ExportPlan:
     weights: ArtifactRef
     folder: Path
     repository: str | None
+    target_folders: tuple[str, ...] | None
+    verification: VerificationReport | None
     notes: tuple[str, ...]
 
 
@@ -61,9 +67,20 @@ def plan_export(request: ExportRequest) -> ExportPlan:
         raise InputError("--merged", config.policy.model, hint)
     if request.push_to_hub is not None:
         _require_hub(request.push_to_hub)
-    origin, repository = origin_of(store, config), request.push_to_hub
-    base = base if merged else None
-    return ExportPlan(store, config, origin, policy, recorded, base, policy.checkpoint, folder, repository, notes)
+    return ExportPlan(
+        store=store,
+        config=config,
+        origin=origin_of(store, config),
+        policy=policy,
+        base_digest=recorded,
+        base=base if merged else None,
+        weights=policy.checkpoint,
+        folder=folder,
+        repository=request.push_to_hub,
+        target_folders=None if request.without_prompts else trusted_folders(config, trust=request.trust_code),
+        verification=read_verification(store),
+        notes=notes,
+    )
 
 
 def quantized_files(base: Path) -> list[str]:

@@ -33,7 +33,7 @@ from pydantic import BaseModel, BeforeValidator
 from configs.loader import check_config
 from configs.schema import RunConfig
 from configs.validation import validated
-from flows.requests import EvaluateRequest, ReplayRequest, RescoreRequest, VerifyRequest
+from flows.requests import EvaluateRequest, RepeatRequest, ReplayRequest, RescoreRequest, VerifyRequest
 from flows.server.reachable import server_url, without_retries
 from tasks.progress import Lines, ProgressReporter, has_listener, listen, listener
 from tasks.reports.report import Report, markdown_of
@@ -47,6 +47,7 @@ def _read_by(read: Callable[[Mapping[str, Any]], BaseModel]) -> BeforeValidator:
 
 TrainConfig = Annotated[RunConfig, _read_by(check_config)]
 EvaluateForm = Annotated[EvaluateRequest, _read_by(partial(validated, EvaluateRequest))]
+RepeatForm = Annotated[RepeatRequest, _read_by(partial(validated, RepeatRequest))]
 RescoreForm = Annotated[RescoreRequest, _read_by(partial(validated, RescoreRequest))]
 VerifyForm = Annotated[VerifyRequest, _read_by(partial(validated, VerifyRequest))]
 ReplayForm = Annotated[ReplayRequest, _read_by(partial(validated, ReplayRequest))]

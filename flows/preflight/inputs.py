@@ -97,23 +97,28 @@ def check_inputs(config: RunConfig) -> RunInputs:
     return replace(inputs, notes=(*inputs.notes, *notes, *config.cautions), ahead=ahead)
 
 
-def check_evaluation(config: RunConfig) -> RunInputs:
-    """Check what an evaluation of a run's policies needs: neither training prompts nor the update."""
+def check_evaluation(config: RunConfig, files: PromptFiles | None = None) -> RunInputs:
+    """Check what an evaluation of a run's policies needs: neither training prompts nor the update.
+
+    `files` are its prompts where they are in no prompt file; None reads those of the configuration.
+    """
     unsharded = config.placement.model_copy(update={"sharding": "ddp"})
     unused = {"data": DataSection(), "update": type(config.update)(), "placement": unsharded}
     config = config.model_copy(update=unused)
     # The run has been opened, and its configuration may name the root of another machine.
-    files = run_checks(config, {name: check for name, check in CHECKS.items() if name != "storage"})
+    files = run_checks(config, {name: check for name, check in CHECKS.items() if name != "storage"}, files)
     require_pools([(place, pool) for place, pool in pools_of(config) if place != "placement.update.pool"])
     inputs = _check_model(config, files)
     require_server()
     return inputs
 
 
-def run_checks(config: RunConfig, checks: Mapping[str, Check] = CHECKS) -> PromptFiles:
-    """Run the checks and return the prompts that they read."""
+def run_checks(
+    config: RunConfig, checks: Mapping[str, Check] = CHECKS, files: PromptFiles | None = None
+) -> PromptFiles:
+    """Run the checks and return the prompts that they read, or those that were given."""
     prepare_hub(config)
-    files = read_files(config)
+    files = files or read_files(config)
     raise_all(problem for check in checks.values() for problem in check(config, files))
     return files
 

@@ -24,12 +24,13 @@ from tasks.models.resident import ModelSpec
 from tasks.process import code_version
 from tasks.progress import log
 from tasks.prompts.curriculum import PromptSet
-from tasks.runs.lookup import read_description, read_starts
+from tasks.runs.lookup import read_description
 from tasks.runs.origin import origin_of
 from tasks.runs.stored_policies import stored_start
 from tasks.runs.trust import remember, uses_of
 from tasks.storage.artifacts.store import LINEAGE
 from tasks.storage.run_lock import RunLock, is_locked
+from tasks.verification.card import recorded_machines
 from tasks.verification.records import Machine
 from tasks.verification.scratch import UntouchedStore
 
@@ -138,11 +139,6 @@ def evidence_of(run: StoredRun) -> Evidence:
     here: Mapping[str, str] = {}
     with suppress(InputError):
         here = identify(run.config, run.model, (), run.start, ())["code"]
-    versions = running_versions()
-    made_by = [
-        Machine(code=start.code, processor=start.processor, versions=start.versions or described.get("versions", {}))
-        for start in read_starts(run.reader)
-    ]
     processor = describe_processor(run.config.placement)
-    verified_by = Machine(code=code_version(), processor=processor, versions=versions)
-    return Evidence(run.reader, recorded, here, made_by, verified_by)
+    verified_by = Machine(code=code_version(), processor=processor, versions=running_versions())
+    return Evidence(run.reader, recorded, here, recorded_machines(run.reader), verified_by)

@@ -163,18 +163,25 @@ def _read_rows(tables: Sequence[PromptTable], chosen: Collection[str], along: Co
 
 
 def _named(
-    rows: Iterable[PromptRow], contents: Iterable[PromptWithSources], roles: Mapping[str, str]
+    rows: Iterable[PromptRow], contents: Sequence[PromptWithSources], roles: Mapping[str, str]
 ) -> tuple[Prompt, ...]:
-    seen: Counter[tuple[str, ...]] = Counter()
+    names = name_prompts((text, *(each.digest for each in sources)) for text, sources in contents)
     prompts = []
-    for row, (text, sources) in zip(rows, contents, strict=True):
+    for row, (text, sources), prompt_id in zip(rows, contents, names, strict=True):
         others = {name: value for name, value in row.values.items() if name not in roles.values()}
-        content = (text, *(each.digest for each in sources))
-        described = [text, seen[content], *content[1:]]
-        prompt_id = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
         prompts.append(Prompt(prompt_id, text, others, sources))
-        seen[content] += 1
     return tuple(prompts)
+
+
+def name_prompts(contents: Iterable[Sequence[str]]) -> list[str]:
+    """Return the stable name of each prompt of a set, given its text and the digests of its images."""
+    seen: Counter[tuple[str, ...]] = Counter()
+    names = []
+    for content in map(tuple, contents):
+        described = [content[0], seen[content], *content[1:]]
+        names.append(hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16])
+        seen[content] += 1
+    return names
 
 
 def _choose_column(found: Sequence[str], column: str | None, place: str) -> str:

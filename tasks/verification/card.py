@@ -177,8 +177,9 @@ def packages_in_words(versions: Mapping[str, str]) -> str:
 
 
 def recorded_machines(reader: RunReader) -> tuple[Machine, ...]:
-    """Return what a run recorded of each of its starts, at least one; package versions are those of the last."""
-    described = read_description(reader.store)
-    versions = described.get("versions", {})
-    codes = [each.code for each in read_starts(reader)] or [None]
-    return tuple(Machine(code=code, processor=None, versions=versions) for code in codes)
+    """Return what a run recorded of each of its starts; older ones have the package versions of the last."""
+    versions = read_description(reader.store).get("versions", {})
+    return tuple(
+        Machine(code=each.code, processor=each.processor, versions=each.versions or versions)
+        for each in read_starts(reader)
+    )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from configs.loader import read_config
 from configs.sections import PolicySection
+from flows.export.evaluated import evaluation_card
 from flows.export.export import write_adapter
 from flows.export.model_card import hub_task, model_card
 from flows.export.plan import plan_export
@@ -154,11 +155,14 @@ def replayed(advantages: str, policy: int = 0) -> dict[str, Any]:
 
 def card_of(root: Path, name: str) -> dict[str, str]:
     """The two-column rows of a card: its facts, and the mean rewards before and after as one text."""
-    text = model_card(plan_export(ExportRequest(run=name, folder=str(root / "out"), root=str(root))))
+    plan = plan_export(ExportRequest(run=name, folder=str(root / "out"), root=str(root)))
+    text = model_card(plan, evaluation_card(plan, {}, root))
     return {row[0]: row[1] for row in re.findall(r"^\| ([^|]+) \| (.+) \|$", text, re.MULTILINE)}
 
 
-PLAIN = {"rewards": "answer (weight 2)", "reward": "0.250 | 0.750"}
+# Student's t over the means of two prompts, 0.0333 apart: half the interval is 12.706 * 0.0333 / 2.
+HELDOUT = "0.250 (0.022 to 0.445) | 0.750 (0.522 to 0.945)"
+PLAIN = {"rewards": "answer (weight 2)", "reward": HELDOUT}
 CASES: dict[str, tuple[dict[str, Any], dict[str, str], set[str]]] = {
     "own": ({}, PLAIN, {"replay", "rescored", "started from"}),
     "continued": ({"start": "own@2"}, {**PLAIN, "started from": "`own@2`"}, {"replay", "rescored"}),
@@ -174,7 +178,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, str], set[str]]] = {
             "rescored": "rewards of rescoring mine of own",
             "original rewards": "answer (weight 2)",
             "replay": "of stored rollouts: iterations 1 to 2 of own",
-            "reward (original rewards)": "0.250 | 0.750",
+            "reward (original rewards)": HELDOUT,
         },
         {"reward", "started from"},
     ),

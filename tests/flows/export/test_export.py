@@ -113,7 +113,7 @@ def test_the_adapter_gives_our_logprobs_in_plain_peft(root: Path, adapted: Causa
     assert (settings["r"], settings["lora_alpha"]) == (4, 8.0)
     card = (folder / "README.md").read_text()
     assert "# adapted, version 1\n" in card
-    assert "| reward | 0.500 | 0.900 |" in card
+    assert "| reward | 0.500 (0.272 to 0.695) | 0.900 (0.672 to 1.095) |" in card
 
 
 @pytest.mark.parametrize(("run", "options"), [("adapted", {}), ("adapted", {"merged": True}), ("full", {})])
