@@ -32,8 +32,13 @@ from grpo_core.rollouts.records import GroupRequest
 from grpo_core.rollouts.streams import STREAMS
 from grpo_core.seeds import derive_seed, make_generator
 from tasks.storage.artifacts.commit import delete_files
+from tasks.storage.artifacts.store import ArtifactStore
+from tasks.storage.files import dump_checked, load_checked
+from tasks.verification.card import verification_file
+from tasks.verification.records import VerificationReport
 from tests.flows.conftest import flip, refused
 from tests.flows.export.test_contents import HALVES, SHIPPED, both_halves, store_run
+from tests.flows.export.test_evaluated import DIFFERS, verified
 from tests.grpo_core.policies.trained.tiny_models import disturb
 from tests.tiny_policies import TEXT_MODEL, TEXT_PROMPTS, build_policy, build_text_policy, render
 
@@ -114,6 +119,19 @@ def test_the_adapter_gives_our_logprobs_in_plain_peft(root: Path, adapted: Causa
     card = (folder / "README.md").read_text()
     assert "# adapted, version 1\n" in card
     assert "| reward | 0.500 (0.272 to 0.695) | 0.900 (0.672 to 1.095) |" in card
+
+
+@pytest.mark.usefixtures("full")
+def test_a_stored_verification_goes_along(root: Path, tmp_path: Path) -> None:
+    report = verified(run="full", stages=(DIFFERS,))
+    content = dump_checked(report.model_dump(mode="json"))
+    ArtifactStore(str(root), "full").write_file(verification_file("full"), content, shared=True)
+    folder = exported(root, "full", tmp_path / "full")
+    written = load_checked((folder / "verification.json").read_bytes())
+    assert VerificationReport.model_validate(written) == report
+    assert "It found differences: 1 stage" in (folder / "README.md").read_text()
+    # It was not evaluated.
+    assert not (folder / "evaluation.json").exists()
 
 
 @pytest.mark.parametrize(("run", "options"), [("adapted", {}), ("adapted", {"merged": True}), ("full", {})])
