@@ -47,8 +47,12 @@ def verify(run: "str | VerifyRequest", *, progress: bool = True, **options: Any)
         find_run(request.run, request.root)
         start_server()
         from flows.verification.opened import plan_verify
+        from flows.verification.verify import verify as flow
 
         plan_verify(request)
+        return flow(request)
+
+    return run_flow(body, progress=progress)
 
 
 def repeat_evaluation(folder: str | RepeatRequest, *, progress: bool = True, **options: Any) -> "RepeatedEvaluation":

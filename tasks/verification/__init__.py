@@ -8,7 +8,6 @@ compare    the differences of two artifacts, and their level
 tables     of their tables: rows, columns, pixels
 tensors    of states, weights and optimizers
 values     how values of one column or tensor are compared, counted and shown
-card       a stored verification as tables, and what speaks against it
 evaluation_card   how an exported policy was evaluated, with all that repeating it needs
 measured_evaluation   a stored evaluation as such a card has it
 repeated   such an evaluation repeated: equal, within rounding or the interval, or not

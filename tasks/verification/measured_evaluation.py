@@ -1,4 +1,4 @@
-"""A stored evaluation as a card has it: the prompts, the score of every sample, the means and intervals over prompts."""
+"""A stored evaluation as a card has it: its prompts, the score of every sample, means and intervals over prompts."""
 
 import hashlib
 import json
