@@ -80,16 +80,18 @@ class StepGaussians:
 class StepMeans:
     """The means of the Gaussians of stored denoising steps under other weights, as of one [steps, *latent] per row.
 
-    None where they are not compared: `reference`, and `old`, the policy before the update.
+    None where they are not compared: `reference`, and `old`, the policy before the update. `reference_speeds` are the
+    root mean squares of the reference's velocities, [steps] per row.
     """
 
     reference: tuple[Tensor, ...] | None = None
+    reference_speeds: tuple[Tensor, ...] | None = None
     old: tuple[Tensor, ...] | None = None
 
     def at_step(self, step: int) -> "StepMeans":
         """Return those of one step, as of rows that have no other."""
-        cut = [means and tuple(each[step : step + 1] for each in means) for means in (self.reference, self.old)]
-        return StepMeans(*cut)
+        known = (self.reference, self.reference_speeds, self.old)
+        return StepMeans(*(rows and tuple(each[step : step + 1] for each in rows) for rows in known))
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,14 @@ class ActionLogprobs:
             where no weight can change it, as of denoising steps.
         kl: KL(policy || reference) of these distributions in closed form; zero everywhere if no means were given.
         gaussians: of denoising steps; None for tokens.
+        velocity_norm: of denoising steps, the norm of the velocity over the reference's; None without its means.
     """
 
     logprobs: Float[Tensor, "batch time"]
     entropy: Float[Tensor, "batch time"] | None
     kl: Float[Tensor, "batch time"]
     gaussians: StepGaussians | None = None
+    velocity_norm: Float[Tensor, "batch time"] | None = None
 
 
 @dataclass(frozen=True)

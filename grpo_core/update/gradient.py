@@ -102,11 +102,11 @@ def add_up_gradient(
     """Add the gradients of this process's microbatches to those of the parameters."""
     rows, indices = minibatch.rows, minibatch.indices
     trained = minibatch.trained
-    passes = Passes(StepSums(trained.sums() > 0), trained.like(torch.zeros(len(trained.values))))
+    exact_kl = settings.with_reference and settings.kl_estimator == "exact"
+    passes = Passes(StepSums(trained.sums() > 0, norms=exact_kl), trained.like(torch.zeros(len(trained.values))))
     parts, found = list[list[int]](), list[Tensor]()
     shares = share(component.microbatches(rows, indices, settings.micro_batch_size), process_group)
     batches = (rows.select([indices[place] for place in part]) for part, _ in shares)
-    exact_kl = settings.with_reference and settings.kl_estimator == "exact"
     compared = component.compared(batches, kl=exact_kl)
     for (part, counts), (batch, others) in zip(shares, compared, strict=True):
         microbatch = _Microbatch(component, minibatch, part, batch, others, settings, counts=counts)
@@ -160,7 +160,7 @@ class _Microbatch:
         passes.of_gaussians = scored.gaussians is not None
         if self.counts:
             mask = self._constants(scored.logprobs.device)["loss_mask"]
-            passes.sums.add(loss, terms, scored.entropy, mask, settings, self.part)
+            passes.sums.add(loss, terms, scored, mask, settings, self.part)
         finite = torch.isfinite(terms.surrogate + terms.kl).all(-1)
         return scored.logprobs.detach(), ~torch.isfinite(loss) & (~finite | finite.all())
 
@@ -176,6 +176,7 @@ class _Microbatch:
             with torch.no_grad():
                 known = self.component.logprobs(self.actions, others=self.others)
         found: list[tuple[Tensor, ...]] = []
+        norms: list[Tensor] = []
         for step in range(self.time):
             others = None if self.others is None else self.others.at_step(step)
             scored = self.component.logprobs(self.actions.at_step(step), others=others)
@@ -184,8 +185,10 @@ class _Microbatch:
             own = [gradients[place][:, step : step + 1] for place in reached]
             torch.autograd.backward([measured[place] for place in reached], own)
             found.append(tuple(each.detach() for each in measured))
+            norms += [] if scored.velocity_norm is None else [scored.velocity_norm]
         logprobs, kl, *gaussians = (torch.cat(values, 1) for values in zip(*found, strict=True))
-        return ActionLogprobs(logprobs, None, kl, StepGaussians(*gaussians))
+        norm = torch.cat(norms, 1) if norms else None
+        return ActionLogprobs(logprobs, None, kl, StepGaussians(*gaussians), norm)
 
     def _gradients(self, values: ActionLogprobs) -> tuple[Tensor, ...]:
         """Return the loss's gradient by what is measured of each step; of one step's values, only its own is right."""

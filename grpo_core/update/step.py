@@ -17,10 +17,11 @@ from grpo_core.losses.microbatch_loss import TokenLoss, clipped_share_of_rows, c
 from grpo_core.losses.settings import LossSettings
 from grpo_core.parity import ParityError
 from grpo_core.policies.protocol import PolicyComponent
+from grpo_core.rollouts.records import ActionLogprobs
 from grpo_core.transfers import to_host
 from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.process_group import ProcessGroup
-from grpo_core.update.settings import StepSettings
+from grpo_core.update.settings import VELOCITY_NORM, StepSettings
 
 Progress = Callable[[int, int], None]
 
@@ -149,6 +150,7 @@ class RatioStepMetrics(StepMetrics):
         log_ratio_clamped: number of tokens whose log-ratio was clamped.
         mismatch_weight: correction for a sampler that is not the policy; 1 where there is none.
         trained_tokens: number of tokens that the loss reads.
+        velocity_norm: of denoising steps, the norm of the velocity over the reference's; None without an exact KL.
     """
 
     entropy: float | None
@@ -160,13 +162,16 @@ class RatioStepMetrics(StepMetrics):
     log_ratio_clamped: float
     mismatch_weight: float
     trained_tokens: float
+    velocity_norm: float | None = None
 
     @classmethod
     def summarize(cls, steps: Sequence["RatioStepMetrics"]) -> dict[str, float]:
-        """Return entropy, ratios, clipped shares and the correction for the sampler."""
+        """Return entropy, ratios, clipped shares, the correction for the sampler, and the norm at the last step."""
         entropies = [step.entropy for step in steps if step.entropy is not None]
+        norm = steps[-1].velocity_norm
         return {
             **({"entropy": mean(entropies)} if entropies else {}),
+            **({} if norm is None else {VELOCITY_NORM: norm}),
             "importance_ratio/mean": mean(step.ratio_mean for step in steps),
             "log_ratio_clamped": math.fsum(step.log_ratio_clamped for step in steps),
             "clip_ratio/low_mean": mean(step.clip_low for step in steps),
@@ -211,9 +216,12 @@ class UpdateResult:
 class StepSums:
     """Sums over the microbatches of one minibatch, on their device; they are read, and means taken, once at the end."""
 
-    def __init__(self, trained: Bool[Tensor, " rows"]) -> None:
-        """Begin with the rows of the minibatch that have a trained action."""
-        self._rows = trained
+    def __init__(self, trained: Bool[Tensor, " rows"], *, norms: bool) -> None:
+        """Begin with the rows of the minibatch that have a trained action, and whether norms of velocities are added.
+
+        A process may have no microbatch.
+        """
+        self._rows, self._norms = trained, norms
         self._sums: Tensor | float = 0.0
         # By row: the minimum over processes then comes from a sum in which each row is counted once.
         self._clipped: list[tuple[list[int], Tensor]] = []
@@ -222,7 +230,7 @@ class StepSums:
         self,
         loss: Float[Tensor, ""],
         terms: TokenLoss,
-        entropy: Float[Tensor, "batch time"] | None,
+        scored: ActionLogprobs,
         mask: Bool[Tensor, "batch time"],
         settings: LossSettings,
         rows: list[int],
@@ -231,16 +239,17 @@ class StepSums:
         weights = mask if terms.mismatch_weights is None else terms.mismatch_weights
         over_tokens = (
             terms.kl,
-            torch.zeros_like(terms.kl) if entropy is None else entropy.detach(),
+            torch.zeros_like(terms.kl) if scored.entropy is None else scored.entropy.detach(),
             terms.importance_ratio,
             terms.log_ratio_clamped,
             weights,
             mask,
+            *([scored.velocity_norm] if self._norms and scored.velocity_norm is not None else ()),
         )
         sums = [torch.where(mask, each, 0.0).double().sum() for each in over_tokens]
         clipped = count_clipped(terms, mask, settings)
         losses = [loss.detach().double(), terms.policy_loss.double()]
-        self._sums = self._sums + torch.cat([torch.stack([*losses, *sums]), clipped])
+        self._sums = self._sums + torch.cat([clipped, torch.stack([*losses, *sums])])
         shares = [clipped_share_of_rows(flags, mask) for flags in (terms.clipped_low, terms.clipped_high)]
         self._clipped.append((rows, torch.stack(shares).nan_to_num().double()))
 
@@ -248,11 +257,11 @@ class StepSums:
         self, process_group: ProcessGroup, made: OptimizerStep, *, with_reference: bool, with_entropy: bool
     ) -> RatioStepMetrics:
         """Return the means over the tokens of all processes."""
-        none = torch.zeros(11, dtype=torch.float64)
+        none = torch.zeros(11 + self._norms, dtype=torch.float64)
         parts = [found for _, found in self._clipped]
         own, *clipped = to_host([self._sums if isinstance(self._sums, Tensor) else none, *parts])
         sums = process_group.add(own).tolist()
-        loss, policy_loss, kl, entropy, ratio, clamped, weight, tokens, clip_low, clip_high, counted = sums
+        clip_low, clip_high, counted, loss, policy_loss, kl, entropy, ratio, clamped, weight, tokens, *norm = sums
         shares = torch.zeros(2, len(self._rows), dtype=torch.float64)
         for (rows, _), found in zip(self._clipped, clipped, strict=True):
             shares[:, rows] = found
@@ -273,4 +282,5 @@ class StepSums:
             log_ratio_clamped=clamped,
             mismatch_weight=weight / divisor,
             trained_tokens=tokens,
+            velocity_norm=norm[0] / divisor if norm else None,
         )

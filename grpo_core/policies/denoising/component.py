@@ -51,11 +51,14 @@ class DenoisingComponent(DenoisingSampler):
         calls = [self._call(actions, rows) for rows in self._alike(actions)]
         scored = [self._scored(call, self._transitions(call), others or StepMeans()) for call in calls]
         order = self._order(calls)
-        logprobs, kls, *gaussians = (torch.cat(values)[order] for values in zip(*scored, strict=True))
-        return ActionLogprobs(logprobs, None, kls, StepGaussians(*gaussians))
+        logprobs, kls, drift, std, dt, *norm = (torch.cat(values)[order] for values in zip(*scored, strict=True))
+        return ActionLogprobs(logprobs, None, kls, StepGaussians(drift, std, dt), *norm)
 
     def _scored(self, call: "_Call", steps: Sequence[Transition], others: StepMeans) -> list[Tensor]:
-        """Return the fields of ActionLogprobs, then of StepGaussians, [rows, steps]; zero where nothing is compared."""
+        """Return the fields of ActionLogprobs, then of StepGaussians, [rows, steps]; zero where nothing is compared.
+
+        With the reference's velocities, the ratios to their norms follow.
+        """
         reduction, zeros = self.settings.logprob_reduction, torch.zeros(len(call.rows), device=self._device)
 
         def distances(means: tuple[Tensor, ...] | None) -> list[Tensor]:
@@ -73,6 +76,9 @@ class DenoisingComponent(DenoisingSampler):
             [step.std.expand_as(zeros) for step in steps],
             [step.dt.expand_as(zeros) for step in steps],
         ]
+        if (speeds := others.reference_speeds) is not None:
+            of_steps = torch.stack([speeds[row] for row in call.rows], 1)
+            by_step.append([step.speed / speed for step, speed in zip(steps, of_steps, strict=True)])
         return [torch.stack(values, 1) for values in by_step]
 
     def compared(self, batches: Iterable[TrainingRows], *, kl: bool) -> Iterator[tuple[TrainingRows, StepMeans | None]]:
@@ -85,25 +91,29 @@ class DenoisingComponent(DenoisingSampler):
 
     def step_means(self, batches: Sequence[DenoisingBatch], *, kl: bool) -> list[StepMeans]:
         """Return by batch the means under the reference, with `kl`, and under the policy before the update, if kept."""
-        none: list[None] = [None] * len(batches)
+        none: list[tuple[None, None]] = [(None, None)] * len(batches)
         old = self.trained.copies.get("old")
-        references = self._means_under(self.trained.reference(), batches) if kl else none
+        references = self._means_under(self.trained.reference(), batches, speeds=True) if kl else none
         before = none if old is None else self._means_under(old.use(), batches)
-        return [StepMeans(*each) for each in zip(references, before, strict=True)]
+        return [StepMeans(*reference, old) for reference, (old, _) in zip(references, before, strict=True)]
 
     @torch.no_grad()
     def _means_under(
-        self, weights: AbstractContextManager[Any], batches: Sequence[DenoisingBatch]
-    ) -> list[tuple[Tensor, ...]]:
+        self, weights: AbstractContextManager[Any], batches: Sequence[DenoisingBatch], *, speeds: bool = False
+    ) -> list[tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]]:
+        """Return by batch the means of each row's steps, and if asked for the root mean squares of their velocities."""
         with self.offload.using(*self._parts_of(batches[0])), weights:
-            return [self._means(actions) for actions in batches]
+            return [self._means(actions, speeds=speeds) for actions in batches]
 
-    def _means(self, actions: DenoisingBatch) -> tuple[Tensor, ...]:
-        found: dict[int, Tensor] = {}
+    def _means(self, actions: DenoisingBatch, *, speeds: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...] | None]:
+        means, found = dict[int, Tensor](), dict[int, Tensor]()
         for call in (self._call(actions, rows) for rows in self._alike(actions)):
-            means = torch.stack([step.mean for step in self._transitions(call)], 1)
-            found |= zip(call.rows, means, strict=True)
-        return tuple(found[row] for row in range(len(actions)))
+            steps = self._transitions(call)
+            means |= zip(call.rows, torch.stack([step.mean for step in steps], 1), strict=True)
+            if speeds:
+                found |= zip(call.rows, torch.stack([step.speed for step in steps], 1), strict=True)
+        rows = range(len(actions))
+        return tuple(means[row] for row in rows), tuple(found[row] for row in rows) if speeds else None
 
     def summed_values(self, actions: DenoisingBatch) -> int:
         """Return the number of values of a row's latents, the largest of all rows; 1 for means."""

@@ -25,11 +25,20 @@ from grpo_core.transfers import to_device
 
 
 class Transition(NamedTuple):
-    """The Gaussian of the next latents: a mean for every value, one standard deviation; dt is sigma - next_sigma."""
+    """The Gaussian of the next latents: a mean for every value, one standard deviation; dt is sigma - next_sigma.
+
+    `velocity` is the model's, from which the mean was computed.
+    """
 
     mean: Float[Tensor, "rows ..."]
     std: Float[Tensor, ""]
     dt: Float[Tensor, ""]
+    velocity: Float[Tensor, "rows ..."]
+
+    @property
+    def speed(self) -> Float[Tensor, " rows"]:
+        """The root mean square of each row's velocity, a constant."""
+        return self.velocity.detach().flatten(1).square().mean(1).sqrt()
 
 
 class NoiseSchedule(NamedTuple):
@@ -62,7 +71,7 @@ def transition(
             std = next_sigma * math.sin(noise_level * math.pi / 2)
             clean, old_noise = latents - sigma * velocity, latents + (1 - sigma) * velocity
             kept = next_sigma * math.cos(noise_level * math.pi / 2)
-            return Transition((1 - next_sigma) * clean + kept * old_noise, std, dt)
+            return Transition((1 - next_sigma) * clean + kept * old_noise, std, dt, velocity)
         case _:
             assert_never(sde_type)
 
@@ -76,7 +85,7 @@ def _diffused(
 ) -> Transition:
     """Add the diffusion eta and the drift that keeps the marginals of the ODE: -eta^2 / 2 times the score."""
     score = -(latents + (1 - sigma) * velocity) / sigma
-    return Transition(latents - (velocity - eta.square() / 2 * score) * dt, eta * dt.sqrt(), dt)
+    return Transition(latents - (velocity - eta.square() / 2 * score) * dt, eta * dt.sqrt(), dt, velocity)
 
 
 def step_logprob(

@@ -1,5 +1,6 @@
 """Updates of a denoising component: the gate, the exact KL, and losses that know how far the update has moved."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,7 +27,7 @@ from grpo_core.update.optimizer import PolicyOptimizer
 from grpo_core.update.policy_update import update_policy
 from grpo_core.update.process_group import SINGLE_PROCESS
 from grpo_core.update.settings import OptimizerSettings, UpdateSettings
-from grpo_core.update.step import OptimizerStep, UpdateResult
+from grpo_core.update.step import OptimizerStep, RatioStepMetrics, UpdateResult
 from tests.grpo_core.policies.denoising.tiny_pipelines import component, sampled
 from tests.grpo_core.policies.glm_image.test_memory import PeakBytes
 from tests.grpo_core.toy_policy import training_rows
@@ -105,6 +106,28 @@ def test_the_exact_kl_holds_the_policy_at_its_reference_which_is_exchanged_once_
             kls = [step.kl for step in result.steps if step.kl is not None]
             assert kls[-1] < 0.7 * kls[0]
     assert distances[1] < 0.7 * distances[0]
+
+
+@pytest.mark.parametrize("backward_per_step", [False, True])
+def test_the_velocity_s_norm_is_compared_with_the_reference_s(backward_per_step: bool) -> None:
+    """As two more passes find it, row by row and step by step; only with a KL, whose passes it is read from."""
+    made, rows = moved_component()
+    settings = UpdateSettings(kl_estimator="exact", kl_coef=0.5, micro_batch_size=3, minibatch_size=4)
+    speeds = []
+    for weights in (nullcontext(), made.trained.reference()):
+        with weights:
+            steps = transitions(made, rows.actions)
+            speeds.append(torch.stack([step.velocity.flatten(1).norm(dim=1) for step in steps], 1))
+    expected = float((speeds[0] / speeds[1]).mean())
+    assert abs(expected - 1) > 1e-4
+    for kl_coef in (0.5, 0.0):
+        changed = replace(settings, kl_coef=kl_coef, backward_per_step=backward_per_step)
+        _, passes = gradient_of(made, rows, changed)
+        step = passes.sums.metrics(
+            SINGLE_PROCESS, OptimizerStep(0.0, 0.0), with_reference=kl_coef > 0, with_entropy=False
+        )
+        found = RatioStepMetrics.summarize([step]).get("velocity/norm_ratio")
+        assert found == (pytest.approx(expected, rel=1e-5) if kl_coef else None)
 
 
 def of_a_user(inputs: TermInputs, settings: LossSettings) -> Tensor:
