@@ -15,7 +15,7 @@ COMMAND = "rollout.vllm={command: vllm serve}"
 # One change of a row has a `!`: its key is refused with its value. Other rows name place and value.
 REFUSED: dict[str, list[str | tuple[str, str, object]]] = {
     "tokens": [
-        (PREVIEWS, "rollout.previews", ["tokens"]),
+        (PREVIEWS, "rollout.previews", {"per_prompt": 48, "steps": 4, "keep": None}),
         "!update.minibatch_size=37",
         "!update.minibatches=37",
         "update.minibatches=2; !update.minibatch_size=2",
@@ -190,6 +190,7 @@ REFUSED: dict[str, list[str | tuple[str, str, object]]] = {
             "rollout.previews={per_prompt: 48}; !rollout.previews.steps=10",
             "rollout.previews={per_prompt: 48}; !rollout.previews.steps=0",
             "rollout.previews={steps: 9}; !rollout.previews.per_prompt=11",
+            "rollout.previews={steps: 9}; !rollout.previews.per_prompt=100001",
             f"{PREVIEWS}; !rollout.previews.keep={{best: 6, worst: 5}}",
             (f"{PREVIEWS}; rollout.previews.keep={{best: 12, worst: 0}}", "rollout.previews.keep.worst", 0),
             "!rollout.sde_window_size=2",
@@ -222,7 +223,7 @@ REFUSED: dict[str, list[str | tuple[str, str, object]]] = {
         "!advantages.kl_coef=0.1",
     ],
     "both nft": [
-        (PREVIEWS, "rollout.previews", ["tokens", "denoising"]),
+        (PREVIEWS, "rollout.previews", {"per_prompt": 48, "steps": 4, "keep": None}),
         "!rollout.shared_noise=true",
         ("update.denoising.clip_range=1e-4", "update.denoising.clip_range", "clip_range"),
         "!update.tokens.algorithm=nft",

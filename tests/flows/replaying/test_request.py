@@ -76,12 +76,6 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str, object]] = [
     (("update.mismatch.mode=none",), {}, "update.mismatch.mode", "none"),
     (("update.learning_rat=1",), {}, "update.learning_rat", "learning_rat"),
     (("rollout.num_generations=3",), {}, "rollout.group_size", 3),
-    (
-        ("rollout.previews={per_prompt: 9, steps: 1}",),
-        {},
-        "rollout.previews",
-        {"per_prompt": 9, "steps": 1, "keep": None},
-    ),
     (("rewards.0.reward=psnr", "rewards.0.name=p"), {}, "rewards.0", "p"),
     (("advantages.kl_coef=0.1",), {}, "advantages.kl_coef", 0.1),
     (("rewards.0.weight=3.0",), {"advantages": "stored"}, "--advantages", "stored"),
