@@ -18,7 +18,7 @@ import fsspec
 import polars as pl
 
 from grpo_core.rollouts.streams import STREAMS
-from tasks.models.initial import COPIES, OPTIMIZER_FILE, WEIGHT_FILES
+from tasks.models.initial import COPIES, OPTIMIZER_FILE, WEIGHT_FILES, weights_digest
 from tasks.runs.layout import (
     ADVANTAGES_FILE,
     EXTRA_FILE,
@@ -98,14 +98,10 @@ class _Comparison:
         for table in (_IMAGES, *_OTHERS):
             yield from self._table(table, follows)
         streams = [stream for stream in STREAMS if any(name.startswith(f"{stream}/") for name in self._left)]
-        equal = True
         for stream in streams:
-            found = list(self._weights(stream))
-            equal &= not found
-            yield from found
+            yield from self._weights(stream)
         yield from self._optimizers(streams)
-        # The digest is that of the weights, and follows from them.
-        yield from self._json(STATE_FILE, () if equal else (_DIGEST,))
+        yield from self._json(STATE_FILE)
         for name in sorted(name for name in self._left if name.endswith(".json")):
             yield from self._json(name)
         for stream in streams:
@@ -173,7 +169,7 @@ class _Comparison:
             found = None if _missing(name, *sides) else compare_tensors(stream, *sides, previous, kind_of=_moment)
             yield from _missing(name, *sides) or filter(None, [found])
 
-    def _json(self, name: str, left_out: Collection[str] = ()) -> Iterator[Difference]:
+    def _json(self, name: str) -> Iterator[Difference]:
         """Yield the first entry in which two files of JSON differ, with the number of all."""
         if (sides := self._take(name)) is None or name.endswith(".index.json"):
             return
@@ -181,10 +177,13 @@ class _Comparison:
             yield from missing
             return
         try:
-            theirs, ours = (_entries(side, left_out) for side in sides)
+            theirs, ours = map(_entries, sides)
         except UnreadableError as error:
             yield error.difference(name)
             return
+        if theirs.get(_DIGEST) == json.dumps(weights_digest(self._stored)):
+            # It follows from the weights.
+            ours[_DIGEST] = theirs[_DIGEST]
         names = list({**ours, **theirs})
         if differ := [each for each in names if theirs.get(each, _NO_ENTRY) != ours.get(each, _NO_ENTRY)]:
             said = [entries.get(differ[0], _NO_ENTRY) for entries in (theirs, ours)]
@@ -217,14 +216,14 @@ def _moment(name: str) -> str:
     return name.rpartition("|")[2]
 
 
-def _entries(side: Side, left_out: Collection[str]) -> dict[str, str]:
+def _entries(side: Side) -> dict[str, str]:
     """Return the values in a file of JSON as text, by the names and numbers that lead to them."""
     found: dict[str, str] = {}
 
     def add(path: str, value: object) -> None:
         if isinstance(value, Mapping):
             for name, inner in value.items():
-                if name not in _OF_PLACE and name not in left_out:
+                if name not in _OF_PLACE:
                     add(f"{path}.{name}" if path else str(name), inner)
         elif isinstance(value, list) and all(isinstance(each, str) for each in value):
             # peft keeps the names of layers in sets.

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.models.initial import weights_digest
 from tasks.storage import schemas
 from tasks.verification.compare import DEFAULT_TOLERANCE, compare_artifacts, level_of
 from tasks.verification.records import Difference
@@ -282,11 +283,13 @@ def test_moments_of_each_kind_have_a_scale_of_their_own(tmp_path: Path) -> None:
 
 
 def test_copies_schedule_and_steps_come_after_the_weights(tmp_path: Path) -> None:
+    weights = {**WEIGHTS, "a.lora_A.weight": torch.tensor([1.0, 2.5])}
+    digest = weights_digest(made.write_policy(tmp_path / "moved", weights))
     stored = {
-        "weights": {**WEIGHTS, "a.lora_A.weight": torch.tensor([1.0, 2.5])},
+        "weights": weights,
         "copies": {"ema": {"a": torch.tensor([1.0])}, "old": WEIGHTS},
         "moments": {**MOMENTS, "a.lora_B.weight|step": torch.tensor(3.0)},
-        "state": {**made.STATE, "policy_digest": "e" * 64, "optimizer_steps": {"tokens": 3}},
+        "state": {**made.STATE, "policy_digest": digest, "optimizer_steps": {"tokens": 3}},
         "adapter": {**made.ADAPTER, "r": 4},
         "steps": {"loss": [1.0, 0.25]},
     }
