@@ -60,13 +60,13 @@ def compare_artifacts(
 ) -> tuple[Difference, ...]:
     """Compare a stored artifact with the same one computed again, value by value.
 
-    Distances are in units in the last place of float32 (of 16-bit states of theirs) at the largest magnitude of the
-    column, of pixels at 255, so that a level is 65,536 of them. Those of weights, their copies and the optimizer's
-    state are shares of what the update changed, ||computed - stored|| / ||computed - previous|| over all tensors of a
-    stream, in units of 2^-23: another version in the place of one has a distance of about 2^23. Before the first
-    version there is no checkpoint. Moments begin at zero, and so do the matrices B of most adapters: their norm is then
-    the change. Other weights have changed by about the learning rates of all steps times the root of their number,
-    which are the steps of Adam and its kind.
+    Distances are in units in the last place of float32 at the largest magnitude of the column: of log-probs, losses and
+    the KL at least at 1, of pixels at 255, where a level has 65,536 of them. Those of weights, their copies and the
+    optimizer's state are shares of what the update changed, ||computed - stored|| / ||computed - previous|| over all
+    tensors of a stream, in units of 2^-23: another version in the place of one has a distance of about 2^23. Before the
+    first version there is no checkpoint. Moments begin at zero, and so do the matrices B of most adapters: their norm
+    is then the change. Other weights have changed by about the learning rates of all steps times the root of their
+    number, as the steps of Adam and its kind do.
 
     Args:
         stored: local folder with the verified files of rollouts, of scores, of advantages, or of a policy version.
@@ -239,12 +239,19 @@ def _entries(side: Side) -> dict[str, str]:
     return found
 
 
-DEFAULT_TOLERANCE = 1024.0
+DEFAULT_TOLERANCE = 256.0
+"""TODO"""
 
 
 def level_of(differences: Sequence[Difference], tolerance: float) -> Level:
-    """Return how equal two artifacts are."""
+    """Return how equal two artifacts are.
+
+    Args:
+        differences: those that `compare_artifacts` returned.
+        tolerance: largest distance that counts as rounding, where a difference's allowance is 1; 0 for none.
+    """
     if not differences:
         return "equal"
-    within = all(each.largest is not None and each.largest <= tolerance for each in differences)
-    return "rounding" if within and tolerance > 0 else "differs"
+    # A token is never rounding: what is sampled after it is another text or image.
+    within = (each.largest is not None and each.largest <= tolerance * each.allowance for each in differences)
+    return "rounding" if tolerance > 0 and all(within) else "differs"

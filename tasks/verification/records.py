@@ -22,7 +22,10 @@ class Difference(BaseModel):
         stored, computed: the first two values that differ, as text.
         count: how many values differ, of `total`.
         largest: largest distance of two values in units in the last place of float32 at the largest magnitude that the
-            column or tensor has; None for what are no numbers.
+            column or tensor has; of weights and optimizer states the share of the update that differs, in units of
+            2^-23; infinite where only one side has a number, None for what are no numbers.
+        allowance: how many times the tolerance rounding may reach here: more than once where values are rounded to
+            fewer digits before they are stored, or where small gradients are divided by their own size.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -35,6 +38,7 @@ class Difference(BaseModel):
     count: int
     total: int
     largest: float | None = None
+    allowance: float = 1.0
 
 
 class StageVerification(BaseModel):

@@ -18,9 +18,7 @@ from tasks.runs.samples import IMAGE
 from tasks.storage.parquet import MEASURED, oversized, scan_tables
 from tasks.verification.records import Difference
 from tasks.verification.values import (
-    FLOAT32_DIGITS,
     NOTHING_CUT,
-    Leaf,
     Side,
     Tally,
     UnreadableError,
@@ -60,6 +58,12 @@ in its row follows from that token, so that it is not compared."""
 _ITEMS: Mapping[str, str] = MappingProxyType(
     {"denoising_logprobs": "step", "reward_breakdown": "reward", "sources": "image"}
 )
+_CANCELLING = frozenset(
+    {*("rollout_logprobs", "scored_logprobs", "ref_logprobs", "denoising_logprobs"), *("loss", "policy_loss", "kl")}
+)
+"""Columns of differences of numbers of the order of 1 or more, whose rounding they have however small they are."""
+
+_PIXELS = 256.0  # with the default tolerance a level, to which a value between two levels can be rounded up or down
 _CODES = pl.CompatLevel.oldest()
 
 Follows = dict[str, int]
@@ -229,7 +233,7 @@ def _compare_batch(
             kind = next(each.type for each in sides if not pa.types.is_null(each.type))
             sides = [each.cast(kind) for each in sides]
         if name == IMAGE and pa.types.is_struct(sides[0].type):
-            tally = tallies.setdefault(IMAGE, Tally(f"{table.pattern}, pixels", FLOAT32_DIGITS, magnitude=255.0))
+            tally = tallies.setdefault(IMAGE, Tally(f"{table.pattern}, pixels", magnitude=255.0, allowance=_PIXELS))
             files = zip(*(each.field("bytes").to_pylist() for each in sides), strict=True)
             names = [sample_id or "" for sample_id, _ in rows]
             for sample_id, compared, (theirs, ours) in zip(names, cut > 0, files, strict=True):
@@ -238,16 +242,15 @@ def _compare_batch(
             sides = [each.field("path") for each in sides]
             name = f"{IMAGE}.path"
         for stored, computed in zip(*(leaves_of(name, each) for each in sides), strict=True):
-            tally = tallies.setdefault(stored.name, Tally(f"{table.pattern}, {stored.name}", _digits(stored, computed)))
+            place, at_least = f"{table.pattern}, {stored.name}", 1.0 if name in _CANCELLING else 0.0
+            tally = tallies.setdefault(
+                stored.name, Tally(place, stored.numeric or computed.numeric, magnitude=at_least)
+            )
             item = _ITEMS.get(name, "token" if name in _LAST else "entry")
             first = compare_leaf(tally, rows, stored, computed, item, cut)
             if name == _TOKEN_IDS:
                 found = ((rows[int(at)][0], int(first[at])) for at in np.flatnonzero(first < NOTHING_CUT))
                 follows |= {sample_id: index for sample_id, index in found if sample_id is not None}
-
-
-def _digits(*sides: Leaf) -> int | None:
-    return min((each.digits for each in sides if each.digits is not None), default=None)
 
 
 def _compare_images(tally: Tally, sample_id: str, stored: bytes | None, computed: bytes | None) -> None:

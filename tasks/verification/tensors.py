@@ -4,6 +4,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,12 @@ from tasks.verification.tables import Follows
 from tasks.verification.values import FLOAT32_DIGITS, Side, Tally, UnreadableError
 
 _AT_ONCE = 2**22  # entries of a tensor
-_DIGITS: Mapping[torch.dtype, int] = {torch.bfloat16: 8, torch.float16: 11}
+_IN_16_BITS: Mapping[torch.dtype, float] = MappingProxyType({torch.float16: 64.0, torch.bfloat16: 512.0})
+"""Allowance for states that are rounded to 16 bits: with the default tolerance two of their units in the last place."""
+
+_OF_WEIGHTS = 256.0
+"""Allowance for weights and moments: with the default tolerance 0.8 % of the update. Adam divides a gradient by its own
+size, so that of one that is almost zero the rounding decides the step."""
 
 RELATIVE_UNIT = 2.0 ** (1 - FLOAT32_DIGITS)
 """What distances of weights and of optimizers are counted in, as shares of what the update changed: 2^-23."""
@@ -67,7 +73,7 @@ def compare_states(stored: Side, computed: Side, follows: Follows) -> Iterator[D
                     count=len(single),
                     total=len(names),
                 )
-            tally = Tally(STATES, FLOAT32_DIGITS)
+            tally = Tally(STATES)
             for name in names:
                 if name not in single:
                     _compare_tensor(tally, name, theirs.get(name), ours.get(name))
@@ -114,7 +120,7 @@ def compare_tensors(
         kind_of: kind of a tensor by its name; the largest share of a kind counts, since kinds differ in scale.
         change: norm of the change in place of that from `previous`.
     """
-    tally = Tally(place, FLOAT32_DIGITS)
+    tally = Tally(place, allowance=_OF_WEIGHTS)
     norms: dict[str, _Norms] = {}
     try:
         with Tensors(stored) as theirs, Tensors(computed) as ours, Tensors(previous) as earlier:
@@ -148,7 +154,7 @@ def _compare_tensor(
         tally.add_uneven(1)
         tally.note(sample_id, None, *map(_described, (stored, computed)))
         return
-    tally.digits = min(tally.digits or FLOAT32_DIGITS, _DIGITS.get(computed.dtype, FLOAT32_DIGITS))
+    tally.allowance = max(tally.allowance, _IN_16_BITS.get(computed.dtype, 1.0))
     if previous is not None and previous.shape != computed.shape:
         previous = None
     flat = [None if each is None else each.reshape(-1) for each in (stored, computed, previous)]

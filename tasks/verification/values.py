@@ -17,8 +17,7 @@ from safetensors import SafetensorError
 from grpo_core.errors import InputError
 from tasks.verification.records import Difference
 
-FLOAT32_DIGITS = 24
-"""Binary digits of a float32, its leading one included; of narrower numbers the unit in the last place is larger."""
+FLOAT32_DIGITS = 24  # binary digits of a float32, the leading one included
 
 NOTHING_CUT = np.iinfo(np.int64).max
 _LONGEST_TEXT = 120
@@ -69,16 +68,18 @@ class Tally:
     """Counts the values of a column or of tensors that differ, and keeps the first and the largest distance.
 
     Attributes:
-        digits: binary digits of the numbers, at most those of float32; None for what are no numbers.
-        magnitude: the largest finite magnitude of a number so far, or more.
+        numeric: whether the values are numbers.
+        magnitude: the largest finite magnitude of a number so far, or what it is taken to be at least.
+        allowance: as of the Difference.
     """
 
     place: str
-    digits: int | None = None
+    numeric: bool = True
     count: int = 0
     total: int = 0
     distance: float = 0.0
     magnitude: float = 0.0
+    allowance: float = 1.0
     _first: dict[str, Any] = field(default_factory=dict)
 
     def add(self, stored: Float[np.ndarray, "..."], computed: Float[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
@@ -111,14 +112,20 @@ class Tally:
         """Return what was found; None where nothing differs."""
         if not self.differs:
             return None
-        largest = None if self.digits is None else self.distance / last_place(self.magnitude, self.digits)
-        return Difference(place=self.place, count=self.count, total=self.total, largest=largest, **self._first)
+        return Difference(
+            place=self.place,
+            count=self.count,
+            total=self.total,
+            largest=self.distance / last_place(self.magnitude) if self.numeric else None,
+            allowance=self.allowance,
+            **self._first,
+        )
 
 
-def last_place(magnitude: float, digits: int = FLOAT32_DIGITS) -> float:
-    """Return the unit in the last place of numbers with so many binary digits at a magnitude, at least 2^-126."""
+def last_place(magnitude: float) -> float:
+    """Return the unit in the last place of float32 at a magnitude."""
     exponent = math.frexp(magnitude)[1] if magnitude else -125
-    return math.ldexp(1.0, max(exponent, -125) - digits)
+    return math.ldexp(1.0, max(exponent, -125) - FLOAT32_DIGITS)
 
 
 def floats_differ(stored: Float[np.ndarray, "..."], computed: Float[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
@@ -141,10 +148,9 @@ class Leaf:
     lengths: Int[np.ndarray, " rows"] | None
 
     @property
-    def digits(self) -> int | None:
-        """Binary digits of the values as `Tally` has them."""
-        kind = self.values.type
-        return (11 if pa.types.is_float16(kind) else FLOAT32_DIGITS) if pa.types.is_floating(kind) else None
+    def numeric(self) -> bool:
+        """Whether the values are numbers with a distance; ids, counts and seeds are not."""
+        return bool(pa.types.is_floating(self.values.type))
 
     def element(self, row: int, index: int) -> str:
         """Return a value as text, in full precision."""
@@ -219,7 +225,7 @@ def compare_leaf(
 
 
 def _differ(tally: Tally, stored: pa.Array, computed: pa.Array) -> Bool[np.ndarray, " entries"]:
-    if tally.digits is not None:
+    if tally.numeric:
         numbers = [pc.fill_null(each.cast(pa.float64()), math.nan).to_numpy() for each in (stored, computed)]
         # A null is no NaN, though both have no distance.
         apart = tally.add(*numbers)

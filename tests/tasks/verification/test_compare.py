@@ -315,6 +315,84 @@ def test_packages_and_the_order_of_names_in_a_set_are_no_values(tmp_path: Path) 
     assert of_policies(tmp_path, {"adapter": written}, {}) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "by", "level"),
+    [
+        ("rollout_logprobs", 1e-3, "differs"),
+        ("rollout_logprobs", 5e-5, "rounding"),
+        ("token_ids", 1, "differs"),
+        ("seed", 1, "differs"),
+    ],
+)
+def test_what_is_rounding_in_a_row_of_rollouts(tmp_path: Path, name: str, by: float, level: str) -> None:
+    def change(columns: made.Columns) -> None:
+        values = columns[name]
+        values[2] = values[2] + by if name == "seed" else [*values[2][:-1], values[2][-1] + by]
+
+    found = of_rollouts(tmp_path, change)
+    assert level_of(found, DEFAULT_TOLERANCE) == level
+    assert level_of(found, 0.0) == "differs"
+
+
+def test_log_probs_near_zero_have_the_rounding_of_those_near_one(tmp_path: Path) -> None:
+    def small(columns: made.Columns) -> None:
+        columns["rollout_logprobs"] = [[1e-4, 1e-5], [2e-4], [3e-4]]
+
+    def change(columns: made.Columns) -> None:
+        small(columns)
+        columns["rollout_logprobs"][0][1] += 1e-6
+
+    of_rollouts(tmp_path, change)
+    stored = made.rollouts()
+    small(stored)
+    again = made.write_rollouts(tmp_path / "again", stored, made.states())
+    # 2^-22 is the last place of 2, of 1 it is 2^-23: 8.4 of them are 1e-6.
+    found = only(compare_artifacts(tmp_path / "stored", again))
+    assert found.largest == pytest.approx(1e-6 * 2**23, rel=1e-3)
+
+
+def test_an_advantage_that_is_moved_by_a_thousandth_differs(tmp_path: Path) -> None:
+    for name, by in (("stored", 1e-3), ("computed", 0.0)):
+        columns = made.advantages()
+        (tmp_path / name).mkdir()
+        made.write_advantages(tmp_path / name, {**columns, "advantage": [1.0 + by, 2.0, 3.0]})
+    found = compare_artifacts(tmp_path / "stored", tmp_path / "computed")
+    assert only(found).place == "advantages.parquet, advantage"
+    assert level_of(found, DEFAULT_TOLERANCE) == "differs"
+
+
+@pytest.mark.parametrize(("levels", "level"), [(1, "rounding"), (2, "differs"), (4, "differs")])
+def test_a_level_of_a_pixel_is_rounding(tmp_path: Path, levels: int, level: str) -> None:
+    def change(columns: made.Columns) -> None:
+        columns["image"][0]["bytes"] = made.png(100, pixel=100 + levels)
+
+    assert level_of(of_rollouts(tmp_path, change), DEFAULT_TOLERANCE) == level
+
+
+@pytest.mark.parametrize(("units", "level"), [(1, "rounding"), (2, "rounding"), (3, "differs")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_states_in_16_bits_are_rounded_to_their_own_last_place(
+    tmp_path: Path, units: int, level: str, dtype: torch.dtype
+) -> None:
+    states = {name: torch.full((4,), 1.0, dtype=dtype) for name in IDS}
+    made.write_rollouts(tmp_path / "computed", made.rollouts(), states)
+    moved = {**states, IDS[0]: states[IDS[0]] + units * torch.finfo(dtype).eps}
+    made.write_rollouts(tmp_path / "stored", made.rollouts(), moved)
+    found = compare_artifacts(tmp_path / "stored", tmp_path / "computed")
+    assert only(found).largest == units * torch.finfo(dtype).eps * 2**23
+    assert level_of(found, DEFAULT_TOLERANCE) == level
+
+
+@pytest.mark.parametrize(("share", "level"), [(1e-3, "rounding"), (2e-2, "differs"), (1.0, "differs")])
+def test_a_hundredth_of_an_update_is_no_rounding(tmp_path: Path, share: float, level: str) -> None:
+    before = {name: torch.zeros(2) for name in WEIGHTS}
+    folder = made.write_policy(tmp_path / "before", before)
+    moved = {name: each * (1 + share) for name, each in WEIGHTS.items()}
+    found = of_policies(tmp_path, {"weights": moved}, {}, previous=folder)
+    assert found[0].largest == pytest.approx(share * 2**23, rel=1e-3)
+    assert level_of(found, DEFAULT_TOLERANCE) == level
+
+
 DAMAGED = {
     "part-00000.parquet": b"PAR1 no table PAR1",
     "images-00000.parquet": b"",
