@@ -63,6 +63,7 @@ _CANCELLING = frozenset(
 )
 """Columns of differences of numbers of the order of 1 or more, whose rounding they have however small they are."""
 
+_SCORES = 4.0  # windows of SSIM subtract squares of means from means of squares
 _PIXELS = 256.0  # with the default tolerance a level, to which a value between two levels can be rounded up or down
 _CODES = pl.CompatLevel.oldest()
 
@@ -125,14 +126,17 @@ class _Opened:
     def __init__(self, table: Table, side: Side) -> None:
         self._side, names = side, list(table.keys)
         with side.reading():
-            packed = rows = 0
+            size = rows = 0
             for path in side.files:
                 if (reason := oversized(path, path.stat().st_size)) is not None:
                     raise ValueError(f"{path.name} {reason}")
                 found = pq.read_metadata(path)
-                packed += sum(found.row_group(index).total_byte_size for index in range(found.num_row_groups))
+                for group in map(found.row_group, range(found.num_row_groups)):
+                    # Numbers that repeat or ascend take more in memory.
+                    numbers = sum(group.column(each).num_values for each in range(group.num_columns))
+                    size += group.total_byte_size + 8 * numbers
                 rows += found.num_rows
-            self.rows_at_once = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(packed, 1)))
+            self.rows_at_once = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(size, 1)))
             scan = scan_tables(side.files)
             schema = scan.collect_schema()
             if missing := [name for name in names if name not in schema]:
