@@ -19,7 +19,7 @@ from configs.validation import validated
 from flows.export.folder import is_adapter, policy_values, require_same_base
 from flows.pipeline.lineage import model_problems
 from flows.preflight.model import source_of
-from flows.preflight.trust import OF_MODEL, require_trust, trusted_config
+from flows.preflight.trust import OF_MODEL, changes_without_effect, require_trust, trusted_config
 from flows.requests import SampleRequest, refuse_overrides
 from grpo_core.errors import InputError, NonFiniteError, raise_all
 from grpo_core.pipeline_files import CONFIG_FILE, INDEX_FILE, read_kind
@@ -123,6 +123,7 @@ def _open_run(request: SampleRequest) -> Source:
     sections = {name: each.model_dump(mode="json") for name, each in shown.items()}
     raise_all(apply_overrides(sections, request.overrides))
     config = validated(_Sampling, sections)
+    raise_all(changes_without_effect(stored.evaluation_rollout, config.rollout))
     spec = _spec(config.policy, digest, adapter_version(stored))
     return Source(f"{store.run}-v{version.version}", config, spec, store, version, notes)
 

@@ -48,7 +48,7 @@ def trusted_config(
     """
     own = stored_config(store)
     changed = stored_config(store, overrides) if overrides else own
-    raise_all(_without_effect(own.rollout, changed.rollout))
+    raise_all(changes_without_effect(own.rollout, changed.rollout))
     used = {*uses_of(changed, within=sections)}
     raise_all(
         _moved(store, use, settable=hint_against(use.place) is None)
@@ -60,11 +60,11 @@ def trusted_config(
     return changed
 
 
-def _without_effect(own: RolloutSection, changed: RolloutSection) -> Iterator[InputError]:
+def changes_without_effect(own: RolloutSection, changed: RolloutSection) -> Iterator[InputError]:
     """Yield changes of how training rollouts are sampled: who uses a stored run samples none."""
     for name in sorted(own.training_settings):
         if (value := getattr(changed, name)) != getattr(own, name):
-            hint = "Only new training rollouts depend on it, and those of a stored run are sampled; leave it out."
+            hint = "Only training rollouts depend on it, and this command samples none; leave it out."
             yield InputError(f"rollout.{name}", value.model_dump() if isinstance(value, Section) else value, hint)
 
 

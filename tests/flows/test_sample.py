@@ -114,6 +114,9 @@ def test_people_are_shown_what_the_evaluations_draw(kind: str, tmp_path: Path) -
         if settings:
             changed = request.model_copy(update={"overrides": ("rollout.num_inference_steps=7",)})
             assert open_source(changed).config.rollout == shown.model_copy(update={"num_inference_steps": 7})
+    with pytest.raises(InputError) as caught:
+        open_source(SampleRequest(source=str(run.folder), prompts=("sort it",), overrides=("rollout.group_size=7",)))
+    assert caught.value.place == "rollout.group_size"
     if settings:
         assert "height=96, width=64, num_inference_steps=3" in (folder / "README.md").read_text()
 
