@@ -1,9 +1,9 @@
 """A stored artifact next to the same one computed again: every value that differs, in the order of what reads them.
 
 Not compared is what two starts of the same stage measure, and what says where or by which packages a file was written:
-columns in `tasks.storage.parquet.MEASURED`, metrics of which `tasks.metrics.is_measured`, and `_OF_PLACE` here. Seconds
-and peaks of memory of a stage stand in its manifest, which is no part of this. Row groups, compression, the number of
-files that the rows or tensors are cut into, and the bytes of PNG files make no difference.
+columns in `tasks.storage.parquet.MEASURED`, and `_OF_PLACE` here. Seconds and peaks of memory of a stage stand in its
+manifest, which is no part of this. Row groups, compression, the number of files that the rows or tensors are cut into,
+and the bytes of PNG files make no difference.
 """
 
 import filecmp
@@ -35,7 +35,7 @@ from tasks.verification.tables import Follows, Table, compare_table
 from tasks.verification.tensors import compare_states, compare_tensors, norm_of
 from tasks.verification.values import Side, UnreadableError
 
-_STEPS_FILE, _METRICS_FILE, _DIGEST = "update_steps.parquet", "metrics.parquet", "policy_digest"
+_STEPS_FILE, _DIGEST = "update_steps.parquet", "policy_digest"
 
 _OF_PLACE = frozenset(
     {
@@ -51,7 +51,6 @@ _OTHERS = (
     Table(EXTRA_FILE),
     Table(ADVANTAGES_FILE, ("sample_id", STREAM)),
 )
-_METRICS = Table(_METRICS_FILE, ("iteration", "metric"))
 _LOCAL = fsspec.filesystem("file")
 
 
@@ -106,13 +105,14 @@ class _Comparison:
             yield from self._json(name)
         for stream in streams:
             yield from self._table(Table(f"{stream}/{_STEPS_FILE}", ("optimizer_step",)), follows)
-        yield from self._table(_METRICS, follows)
         for name in sorted(self._left):
             yield from self._bytes(name)
 
     def _take(self, *patterns: str) -> tuple[Side, Side] | None:
         """Return both sides' files of these patterns, which are then done; None if they are the same bytes."""
-        names = [name for pattern in patterns for name in sorted(self._left) if fnmatchcase(name, pattern)]
+        left = sorted(self._left)
+        # A name may have characters of a pattern.
+        names = [name for each in patterns for name in left if name == each or fnmatchcase(name, each)]
         self._left -= set(names)
         stored, computed = self._sides(names)
         return None if _same_bytes(stored, computed) else (stored, computed)

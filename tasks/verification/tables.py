@@ -13,7 +13,6 @@ from jaxtyping import Int
 from PIL import Image
 
 from grpo_core.rollouts.images import decode_stored, open_image
-from tasks.metrics import is_measured
 from tasks.runs.samples import IMAGE
 from tasks.storage.parquet import MEASURED, oversized, scan_tables
 from tasks.verification.records import Difference
@@ -141,9 +140,6 @@ class _Opened:
             schema = scan.collect_schema()
             if missing := [name for name in names if name not in schema]:
                 raise ValueError(f"no column {missing[0]}")
-            if "metric" in names:
-                measured = [name for name in scan.select("metric").collect()["metric"].unique() if is_measured(name)]
-                scan = scan.filter(~pl.col("metric").is_in(measured))
             self.schema = {name: kind for name, kind in schema.items() if name not in MEASURED}
             self._scan = scan
             keys = scan.select(names).collect()
