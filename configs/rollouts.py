@@ -11,7 +11,7 @@ from configs.prompts import EvaluateSection
 from configs.validation import Section
 from grpo_core.errors import InputError
 from grpo_core.policies.causal_lm.settings import CausalLMSettings
-from grpo_core.policies.denoising.settings import DenoisingSettings
+from grpo_core.policies.denoising.settings import DenoisingSettings, Solver
 from grpo_core.policies.diffusers.saved_pipeline import DiffusersSettings
 from grpo_core.policies.engines.settings import EngineName, VllmSettings, refuse_truncation
 from grpo_core.policies.glm_image.settings import GlmImageSettings
@@ -54,6 +54,11 @@ class PreviewsSection(Section):
     keep: KeepSection | None = Field(
         None, description="the previews whose seeds are trained, group_size together; null: a half each"
     )
+    solver: Solver | None = Field(
+        None,
+        exclude_if=operator.not_,
+        description="of their steps; null: rollout.solver",
+    )
 
 
 class ImageRolloutSection(_GroupsSection, ImageSettings):
@@ -63,6 +68,7 @@ class ImageRolloutSection(_GroupsSection, ImageSettings):
     noise_settings: ClassVar[frozenset[str]] = frozenset(field.name for field in fields(DenoisingSettings)) - {
         "num_inference_steps",
         "guidance_scale",
+        "solver",
     }
     """Fields about noisy denoising steps."""
 
@@ -83,8 +89,10 @@ class ImageRolloutSection(_GroupsSection, ImageSettings):
 
     def for_previews(self) -> Self:
         """Return the settings of previews."""
-        assert self.previews is not None
-        return self.model_copy(update={"num_inference_steps": self.previews.steps, "previews": None})
+        previews = self.previews
+        assert previews is not None
+        own = {} if previews.solver is None else {"solver": previews.solver}
+        return self.model_copy(update={"num_inference_steps": previews.steps, "previews": None, **own})
 
     def for_evaluation(self, evaluate: EvaluateSection) -> Self:
         """Return the settings of held-out images, with the steps, guidance and size that the evaluation sets."""

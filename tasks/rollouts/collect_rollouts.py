@@ -157,7 +157,13 @@ def collect_rollouts_task(
             sampled_by = {**asdict(sampler.record), "completion_start": start}
             recorded = [stream for stream in model.family.streams if stream == "tokens" or noisy]
             chosen = any(group.kept for group in plan.groups)
-            schema = schemas.rollout_schema(modality, recorded, with_start=bool(start), with_previews=chosen)
+            schema = schemas.rollout_schema(
+                modality,
+                recorded,
+                with_start=bool(start),
+                with_previews=chosen,
+                with_solver=getattr(rollout, "solver", "euler") != "euler",
+            )
             columns_of = partial(rollout_columns, plan=plan, policy=policy, settings=rollout, sampled_by=sampled_by)
             rows = _write_groups(
                 groups, plan, schema, staged, columns_of, report_progress, with_images=modality == "image"

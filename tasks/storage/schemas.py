@@ -111,6 +111,7 @@ _WITHOUT_TOKENS = [
     ("max_sequence_length", pa.int32()),  # of prompts in ids; null: the pipeline's own
     ("negative_prompt", pa.string()),
 ]
+_SOLVER = ("solver", pa.string())  # of the steps without noise; no column: euler
 _PREVIEW = [  # no columns: no previews have chosen the seeds
     ("preview_reward", pa.float64()),  # of few steps, never compared with a reward; null: it could not be scored
     ("preview_rank", pa.float64()),  # among those of the prompt, 1 the best, equal ones with their mean rank
@@ -139,15 +140,20 @@ _COMPLETION = [
 
 
 def rollout_schema(
-    modality: Modality, streams: Collection[Stream], *, with_start: bool = False, with_previews: bool = False
+    modality: Modality,
+    streams: Collection[Stream],
+    *,
+    with_start: bool = False,
+    with_previews: bool = False,
+    with_solver: bool = False,
 ) -> pa.Schema:
     """Return the schema of rollouts with the recorded streams, if any; a chat template may begin completions."""
     of_streams = [field for stream in STREAMS if stream in streams for field in _OF_STREAM[stream]]
     if modality == "text":
         return _described([*_SAMPLE, *of_streams, *_TEXTS, *_ORIGIN, *_COMPLETION[: 1 + with_start]])
     prompted = [] if "tokens" in streams else _WITHOUT_TOKENS
-    previewed = _PREVIEW if with_previews else []
-    return _described([*_SAMPLE, *_TARGET, *of_streams, *_RENDERING, *prompted, *previewed, *_ORIGIN, _DEFECT])
+    drawn = [*_RENDERING, *[_SOLVER] * with_solver, *prompted, *(_PREVIEW if with_previews else [])]
+    return _described([*_SAMPLE, *_TARGET, *of_streams, *drawn, *_ORIGIN, _DEFECT])
 
 
 IMAGE_ROLLOUTS = rollout_schema("image", ["tokens"])

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from grpo_core.policies.denoising.rows import DenoisedGroup, SampleRows, by_group, image_of, slice_decoding
-from grpo_core.policies.denoising.scheduler import NoisyScheduler, StartScheduler, exchanged_scheduler
+from grpo_core.policies.denoising.scheduler import NoisyScheduler, OdeScheduler, StartScheduler, exchanged_scheduler
 from grpo_core.policies.denoising.settings import DenoisingSettings
 from grpo_core.policies.trained.component import TrainedComponent
 from grpo_core.policies.trained.model import TrainedModel
@@ -154,7 +154,7 @@ class DenoisingSampler(TrainedComponent[DenoisingBatch]):
         slice_decoding(self.pipeline, len(rows.prompts), size)
         with self._precision(), self.calling(arguments):
             if rows.window_start is None:
-                return self.pipeline(**arguments, output_type="np").images, None
+                return self._by_the_ode(arguments), None
             scheduler = NoisyScheduler.like(self.pipeline.scheduler, self.settings)
             left = slice(None if starts is None else rows.window_start, None)
             scheduler.begin(rows.window_start, rows.step_seeds, rows.sample_ids, kept=left)
@@ -166,6 +166,12 @@ class DenoisingSampler(TrainedComponent[DenoisingBatch]):
                 levels = self.pipeline(**arguments, output_type="np").images
         scheduler.require_sound()
         return levels, self._sampled(rows, size, scheduler)
+
+    def _by_the_ode(self, arguments: Mapping[str, Any]) -> Any:
+        # Euler's steps are those of the pipeline's own scheduler.
+        solver = None if self.settings.solver == "euler" else OdeScheduler.like(self.pipeline.scheduler, self.settings)
+        with nullcontext() if solver is None else exchanged_scheduler(self.pipeline, solver):
+            return self.pipeline(**arguments, output_type="np").images
 
     def start_latents(self, arguments: Mapping[str, Any]) -> Float[Tensor, "rows ..."]:
         """Return the latents that the pipeline would start from, in the form in which its call takes them."""

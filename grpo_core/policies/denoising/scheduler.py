@@ -184,7 +184,38 @@ class WindowScheduler(FlowMatchEulerDiscreteScheduler):
         return transition(settings.sde_type, settings.noise_level, noise, latents.to(wide), velocity.to(wide))
 
 
-class NoisyScheduler(WindowScheduler):
+class OdeScheduler(WindowScheduler):
+    """Steps of the ODE, by the solver of the settings; the first of a call is Euler's."""
+
+    _before: Tensor | None = None
+
+    def _following(self, velocity: Tensor, timestep: Tensor, latents: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._ode_step(self._place(), velocity, timestep, latents, *args, **kwargs)
+
+    def _place(self) -> int:
+        """Return the index of the step to make among those of the whole schedule."""
+        if self.step_index is None:
+            # Its place among the timesteps would be read from the device, and the first one is the first.
+            self._step_index = (self.begin_index or 0) + (self.kept.start or 0)
+        index: int = self.step_index
+        return index
+
+    def _ode_step(
+        self, index: int, velocity: Tensor, timestep: Tensor, latents: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        moved = velocity
+        if self.settings.solver == "lms":
+            moved = velocity.to(torch.promote_types(velocity.dtype, torch.float32))
+            before, self._before = self._before, moved
+            if before is not None:
+                last, now, after = self.sigmas[index - 1 : index + 2].unbind()
+                moved = moved + (now - after) / (last - now) / 2 * (moved - before)
+        own_step = FlowMatchEulerDiscreteScheduler.step
+        following: Tensor = own_step(self, moved, timestep, latents, *args, return_dict=False, **kwargs)[0]
+        return following.to(velocity.dtype)
+
+
+class NoisyScheduler(OdeScheduler):
     """Steps of the ODE outside the window and noisy ones inside it, whose latents and log-probs are recorded.
 
     `states` are in the dtype they are stored in; of an empty window after the last step, the finished latents.
@@ -210,16 +241,14 @@ class NoisyScheduler(WindowScheduler):
         return self
 
     def _following(self, velocity: Tensor, timestep: Tensor, latents: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.step_index is None:
-            # Its place among the timesteps would be read from the device, and the first one is the first.
-            self._step_index = (self.begin_index or 0) + (self.kept.start or 0)
-        index: int = self.step_index
+        index = self._place()
         if index in self.window:
             following = self._noisy_step(index, velocity, latents)
+            # The velocity before the noise says nothing of the one behind it.
+            self._before = None
             self._step_index += 1
             return following
-        own_step = FlowMatchEulerDiscreteScheduler.step
-        following = own_step(self, velocity, timestep, latents, *args, return_dict=False, **kwargs)[0]
+        following = self._ode_step(index, velocity, timestep, latents, *args, **kwargs)
         self._look_at(following, index)
         if index == self.window.start - 1:
             self.states.append(following.to(stored_dtype(following.dtype)))

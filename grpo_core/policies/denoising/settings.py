@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from grpo_core.errors import InputError
 from grpo_core.seeds import derive_seed
@@ -13,6 +13,7 @@ from grpo_core.seeds import derive_seed
 SdeType = Literal["flow_grpo", "dance_grpo", "cps"]
 SdeWindow = Literal["first", "random", "sliding"]
 LogprobReduction = Literal["mean", "sum"]
+Solver = Literal["euler", "lms"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class DenoisingSettings:
     Attributes:
         num_inference_steps: denoising steps; of GLM-Image those of its decoder.
         guidance_scale: classifier-free, or embedded in a distilled model; of GLM-Image that of its decoder.
+        solver: of steps without noise. euler: the pipeline's own; lms: the linear multistep of order 2, which also uses
+            the velocity of the step before (diffusers' LMSDiscreteScheduler).
         sde_type: noise of a step. flow_grpo: noise_level sqrt(sigma / (1 - sigma)) (Liu et al., 2025,
             arXiv:2505.05470); dance_grpo: constant (Xue et al., 2025, arXiv:2505.07818); cps: keeps the schedule's
             total noise, so that images have no grain (Wang and Yu, 2025, arXiv:2509.05952).
@@ -41,6 +44,8 @@ class DenoisingSettings:
 
     num_inference_steps: PositiveInt
     guidance_scale: NonNegativeFloat
+    # Runs without another solver keep their keys.
+    solver: Annotated[Solver, Field(exclude_if="euler".__eq__)] = "euler"
     sde_type: SdeType = "flow_grpo"
     noise_level: NonNegativeFloat = 0.7
     sde_window: SdeWindow = "random"

@@ -18,7 +18,8 @@ from tests.tasks.update.update_jobs import JOINT
 def test_full_images_of_chosen_seeds_are_those_of_an_undisturbed_group_to_the_bit(store: ArtifactStore) -> None:
     # Rows of another number round otherwise, which is seen in log-probs and not in images.
     plain = ROLLOUT.model_copy(update={"decode_batch_size": 1})
-    rollout = plain.model_copy(update={"previews": PreviewsSection(per_prompt=5, steps=2), "group_size": 2})
+    cheap_images = PreviewsSection(per_prompt=5, steps=2, solver="lms")
+    rollout = plain.model_copy(update={"previews": cheap_images, "group_size": 2})
     whole = plan(images_of_samples=(5,), prompts=1).model_copy(update={"folder": "whole"})
     one = plan(images_of_samples=(2,), prompts=1)
     undisturbed = table_of(store, collect_rollouts_task.fn(policy(), whole, JOINT.spec(), plain, False, PLACEMENT))
@@ -37,6 +38,8 @@ def test_full_images_of_chosen_seeds_are_those_of_an_undisturbed_group_to_the_bi
     assert table.select(same).equals(expected.select(same))
     assert [image["bytes"] for image in table["image"]] == [image["bytes"] for image in expected["image"]]
     assert set(table_of(store, cheap)["num_inference_steps"]) == {2}
+    assert set(table_of(store, cheap)["solver"]) == {"lms"}
+    assert "solver" not in table.columns
     assert dict(zip(table["sibling"], table["preview_reward"], strict=True)) == {i: values[i] for i in (best, worst)}
     assert dict(zip(table["sibling"], table["preview_rank"], strict=True)) == {best: 1.0, worst: 5.0}
     assert {*table["preview_count"], *table["preview_steps"]} == {5, 2}

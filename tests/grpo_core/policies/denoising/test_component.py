@@ -14,6 +14,7 @@ from grpo_core.errors import InputError, NonFiniteError
 from grpo_core.policies.denoising import rows as images
 from grpo_core.policies.denoising.component import DenoisingComponent
 from grpo_core.policies.denoising.rows import SampleRows, image_of
+from grpo_core.policies.denoising.settings import Solver
 from grpo_core.policies.trained.lora_and_full import train_model
 from grpo_core.policies.trained.settings import TrainingChoice
 from grpo_core.rollouts.actions import DenoisingBatch, TokenBatch
@@ -54,7 +55,10 @@ def test_rows_of_one_start_differ_by_the_noise_of_their_steps() -> None:
     assert len(set(logprobs.flatten().tolist())) == 8
 
 
-def test_steps_before_the_window_are_made_once_for_rows_that_start_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("solver", ["euler", "lms"])
+def test_steps_before_the_window_are_made_once_for_rows_that_start_alike(
+    monkeypatch: pytest.MonkeyPatch, solver: Solver
+) -> None:
     made, rows = component("sd3"), list[int]()
     forward = made.pipeline.transformer.forward
     monkeypatch.setattr(
@@ -66,7 +70,7 @@ def test_steps_before_the_window_are_made_once_for_rows_that_start_alike(monkeyp
     requests = [replace(each, window_start=3) for each in requests]
     found = []
     for branch in (False, True):
-        made.settings = replace(made.settings, branch=branch)
+        made.settings = replace(made.settings, branch=branch, solver=solver)
         groups = made.sample(requests, None, size=SIZE, rows_per_call=3)
         found.append([(group.sampled, pixels(group.images)) for group in groups])
         # Each counts twice, with and without guidance; three of six steps are before the window.

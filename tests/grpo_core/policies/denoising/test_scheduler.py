@@ -2,17 +2,24 @@
 
 import math
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, LMSDiscreteScheduler
 from torch import Tensor
 from torch.distributions import Independent, Normal, kl_divergence
 
 from grpo_core.errors import InputError, NonFiniteError
-from grpo_core.policies.denoising.scheduler import NoiseSchedule, NoisyScheduler, step_kl, step_logprob, transition
-from grpo_core.policies.denoising.settings import DenoisingSettings, SdeType
+from grpo_core.policies.denoising.scheduler import (
+    NoiseSchedule,
+    NoisyScheduler,
+    OdeScheduler,
+    step_kl,
+    step_logprob,
+    transition,
+)
+from grpo_core.policies.denoising.settings import DenoisingSettings, SdeType, Solver
 from grpo_core.settings import check_fields
 
 KINDS: tuple[SdeType, ...] = ("flow_grpo", "dance_grpo", "cps")
@@ -175,14 +182,15 @@ def test_the_gradient_of_a_log_prob_takes_the_latents_as_given() -> None:
     torch.testing.assert_close(gradient, drawn(2) / float(step.std.detach()) * slope, rtol=1e-12, atol=1e-14)
 
 
-def noisy(window: int) -> DenoisingSettings:
-    return DenoisingSettings(num_inference_steps=4, guidance_scale=1.0, sde_window_size=window)
+def noisy(window: int, **changes: Any) -> DenoisingSettings:
+    return DenoisingSettings(num_inference_steps=4, guidance_scale=1.0, sde_window_size=window, **changes)
 
 
+@pytest.mark.parametrize("solver", ["euler", "lms"])
 @pytest.mark.parametrize("start", [0, 1])
-def test_the_host_reads_nothing_between_the_steps(start: int) -> None:
+def test_the_host_reads_nothing_between_the_steps(start: int, solver: Solver) -> None:
     """On the meta device no value can be read."""
-    scheduler = NoisyScheduler.like(FlowMatchEulerDiscreteScheduler(), noisy(2))
+    scheduler = NoisyScheduler.like(FlowMatchEulerDiscreteScheduler(), noisy(2, solver=solver))
     scheduler.begin(start, [1, 2], ["a", "b"]).set_timesteps(4, device="meta")
     latents = torch.zeros(2, 4, 8, 8, device="meta")
     for timestep in scheduler.timesteps:
@@ -204,3 +212,64 @@ def test_the_first_step_with_broken_latents_is_named(window: int) -> None:
     with pytest.raises(NonFiniteError, match=r"Step 3 of 4") as caught:
         scheduler.require_sound()
     assert caught.value.sample_ids == ("b",)
+
+
+OLDER_NUMPY = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+"""Of diffusers' scheduler."""
+
+
+def followed(scheduler: OdeScheduler, steps: int, start: Tensor) -> list[Tensor]:
+    """The latents before and after each of so many steps, where the velocity depends on latents and time alone."""
+    scheduler.set_timesteps(steps)
+    found = [start]
+    for timestep in scheduler.timesteps:
+        found.append(scheduler.step(bent(found[-1], timestep / 1000), timestep, found[-1], return_dict=False)[0])
+    return found
+
+
+def bent(latents: Tensor, sigma: Tensor) -> Tensor:
+    return latents.cos() + 3 * sigma**2
+
+
+def multistep(start: Tensor, sigmas: Tensor) -> list[Tensor]:
+    """The latents by diffusers' linear multistep of order 2: its derivative of "noise" is the velocity itself."""
+    peer = LMSDiscreteScheduler(num_train_timesteps=1000, prediction_type="epsilon")
+    peer.set_timesteps(len(sigmas) - 1)
+    peer.sigmas, peer.is_scale_input_called, peer._step_index = sigmas, True, 0
+    found = [start]
+    for sigma in sigmas[:-1]:
+        found.append(peer.step(bent(found[-1], sigma), 0.0, found[-1], order=2, return_dict=False)[0])
+    return found
+
+
+@OLDER_NUMPY
+def test_the_multistep_solver_is_that_of_diffusers() -> None:
+    scheduler = OdeScheduler.like(FlowMatchEulerDiscreteScheduler(shift=3.0), noisy(0, solver="lms"))
+    found = followed(scheduler, 6, drawn(0, torch.float32))
+    expected = multistep(drawn(0, torch.float32), scheduler.sigmas)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+
+
+def test_the_error_of_the_multistep_solver_falls_with_the_square_of_the_steps() -> None:
+    def error(solver: str, steps: int) -> float:
+        made = OdeScheduler.like(FlowMatchEulerDiscreteScheduler(), noisy(0, solver=solver))
+        return float((followed(made, steps, start)[-1] - exact).abs().mean())
+
+    start = drawn(0, torch.float64)
+    fine = OdeScheduler.like(FlowMatchEulerDiscreteScheduler(), noisy(0, solver="lms"))
+    exact = followed(fine, 512, start)[-1]
+    assert error("euler", 16) / error("euler", 32) == pytest.approx(2, rel=0.1)
+    assert error("lms", 16) / error("lms", 32) == pytest.approx(4, rel=0.15)
+
+
+@OLDER_NUMPY
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_the_multistep_solver_starts_anew_behind_noise(start: int) -> None:
+    scheduler = NoisyScheduler.like(FlowMatchEulerDiscreteScheduler(shift=3.0), noisy(2, solver="lms"))
+    latents = drawn(0, torch.float32).half().float()
+    found = followed(scheduler.begin(start, [1, 2, 3], ["a", "b", "c"]), 6, latents)
+    behind = start + 2
+    before = multistep(latents, scheduler.sigmas[: start + 1])
+    # fp16, in which the latents before the first noisy step are stored.
+    torch.testing.assert_close(found[: start + 1], before, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found[behind:], multistep(found[behind], scheduler.sigmas[behind:]), rtol=0, atol=2e-6)

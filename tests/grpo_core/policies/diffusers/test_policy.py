@@ -30,7 +30,6 @@ from tests.grpo_core.policies.diffusers.tiny_pipelines import (
     EDIT_PROMPTS,
     EDITS,
     FAMILIES,
-    MAKE,
     NEED_SOURCES,
     SEVERAL,
     SavedFolder,
@@ -90,9 +89,6 @@ def gain(policy: DiffusersPolicy, groups: list[RolloutGroup]) -> torch.Tensor:
     return scored(policy, groups[-1]) - before
 
 
-BRANCHED = ("sd3", "flux", "flux_kontext")
-
-
 # Every class that is tried has the trial of tests/grpo_core/policies/test_trial.
 @pytest.mark.parametrize("name", ["sd3", "qwen_image"])
 def test_a_class_is_sampled_scored_and_trained(saved_folder: SavedFolder, name: str) -> None:
@@ -105,25 +101,6 @@ def test_a_class_is_sampled_scored_and_trained(saved_folder: SavedFolder, name: 
             assert stored.std() > 1e-3
             torch.testing.assert_close(scored(policy, group), stored, atol=1e-6, rtol=0)
     assert gain(policy, groups).abs().max() > 1e-6
-
-
-@pytest.mark.usefixtures("small_sources")
-@pytest.mark.parametrize(
-    "name", [*BRANCHED, *(pytest.param(each, marks=pytest.mark.slow) for each in MAKE if each not in BRANCHED)]
-)
-def test_branches_start_where_whole_rows_arrive(saved_folder: SavedFolder, name: str) -> None:
-    """Within rounding: fewer rows a call add up in another order."""
-    policy = load(saved_folder(name), settings(name))
-    asked = edits(name, 2, window_start=2) if name in EDITS else [request(each, 2, window_start=2) for each in PROMPTS]
-    asked = [replace(each, noise_seeds=(7, 7)) for each in asked]
-    whole = sampled(policy, *asked)
-    policy.sample_with(settings(name, branch=True))
-    for group, branched in zip(whole, sampled(policy, *asked), strict=True):
-        stored = branched.streams["denoising"].rollout_logprobs
-        torch.testing.assert_close(stored, group.streams["denoising"].rollout_logprobs, atol=1e-5, rtol=0)
-        torch.testing.assert_close(scored(policy, branched), stored, atol=1e-6, rtol=0)
-        for image, other in zip(group.outputs, branched.outputs, strict=True):
-            assert abs(pixels(image) - pixels(other)).max() <= 1
 
 
 # The arguments that a user has to give so that the image is made of what was given; the others need none.
