@@ -33,7 +33,7 @@ from tasks.prompts.targets import TargetReference, load_target
 from tasks.reports.text import counted
 from tasks.rollouts.plan import RolloutPlan
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.files import files_below, hashes_of, scratch_folder
+from tasks.storage.files import MAX_SOURCE_BYTES, files_below, hashes_of, scratch_folder
 from tasks.storage.run_lock import locked
 from tasks.update.update_policy import STAGE as UPDATE
 from tasks.verification.evaluation_card import (
@@ -113,10 +113,19 @@ def _prompt_sets(card: EvaluationCard, folder: Path) -> tuple[PromptSet, ...]:
     return tuple(sets)
 
 
+def _image(digest: str, folder: Path) -> str:
+    """Return the path of an image of the card; InputError if it is no file, or a larger one than any image."""
+    file = folder / IMAGES_FOLDER / digest
+    if not file.is_file() or file.stat().st_size > MAX_SOURCE_BYTES:
+        found = "too large" if file.is_file() else "no file"
+        raise InputError(str(file), found, "It is an image of a held-out prompt; the export that was sent lacks it.")
+    return str(file)
+
+
 def _prompt(prompt: CardPrompt, folder: Path) -> Prompt:
     sources = []
     for digest in prompt.sources:
-        place, uri = f"prompt {prompt.prompt_id}", str(folder / IMAGES_FOLDER / digest)
+        place, uri = f"prompt {prompt.prompt_id}", _image(digest, folder)
         _, size = load_source(uri, place)
         sources.append(SourceReference(digest, size, place, uri, partial(read_input_file, uri, place=place)))
     return Prompt(prompt.prompt_id, prompt.prompt, prompt.columns, tuple(sources))
@@ -125,7 +134,7 @@ def _prompt(prompt: CardPrompt, folder: Path) -> Prompt:
 def _target(prompt: CardPrompt, folder: Path) -> TargetReference | None:
     if prompt.target is None:
         return None
-    target = TargetReference(str(folder / IMAGES_FOLDER / prompt.target), prompt.target)
+    target = TargetReference(_image(prompt.target, folder), prompt.target)
     load_target(target)
     return target
 
