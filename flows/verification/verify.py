@@ -24,6 +24,7 @@ from tasks.progress import advance_run, log
 from tasks.runs.layout import OTHER_EVALUATIONS, POLICIES, RESCORED, is_evaluation, parse_iteration
 from tasks.runs.lookup import read_description
 from tasks.runs.reader import RunReader
+from tasks.runs.stored_policies import stored_versions
 from tasks.storage.artifacts.store import LINEAGE, ArtifactStore
 from tasks.storage.files import dump_checked, scratch_folder
 from tasks.storage.roots import StorageError
@@ -94,6 +95,7 @@ async def verify(request: VerifyForm) -> VerificationReport:
         run=run.store.run,
         lineage=read_description(run.store).get(LINEAGE),
         policies={version: run.policy(version).digest for version in _verified_versions(run, done)},
+        last_version=max(stored_versions(run.store), default=0),
         fingerprints=evidence.recorded,
         made_by=tuple(evidence.made_by),
         verified_by=evidence.verified_by,

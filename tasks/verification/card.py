@@ -58,16 +58,17 @@ def shortcomings(report: VerificationReport, policy: PolicyRef, lineage: str | N
     found = []
     if report.lineage != lineage:
         found.append(f"It is of another run of this name, with other settings, code or prompts; {again}.")
-    if (newest := max(report.policies, default=0)) < last:
+    newest = max(report.policies, default=0) if report.last_version is None else report.last_version
+    if newest < last:
         since = spans(range(newest + 1, last + 1))
         found.append(f"It is older than what the run did since, iterations {since}; {again}.")
-    elif policy.version and policy.copy_name is None and verified != policy.digest:
+    elif policy.copy_name is None and verified not in (None, policy.digest):
         found.append(f"Version {policy.version} has other weights than those that were verified; {again}.")
     if not report.complete:
         found.append("It was stopped before everything that was chosen had been computed again.")
     if roots := len(report.roots):
         found.append(f"It found differences: {counted(roots, 'stage')}, named below.")
-    return [*found, *report.problems]
+    return found
 
 
 def verification_report(report: VerificationReport, notices: Sequence[str] = ()) -> Report:
@@ -93,7 +94,10 @@ def verification_report(report: VerificationReport, notices: Sequence[str] = ())
                 texts=["reason"],
             ),
         ],
-        notices=[Notice("This verification does not vouch for the policy as it is", list(notices))],
+        notices=[
+            Notice("This verification does not vouch for the policy as it is", list(notices)),
+            Notice("What reading alone showed", report.problems),
+        ],
     )
 
 

@@ -8,6 +8,7 @@ from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, GUARDRAILS, IMAGES, P
 from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
 from tasks.storage.artifacts.reference import MANIFEST_ENDING
+from tasks.storage.files import matching
 from tasks.storage.parquet import read_columns
 
 
@@ -38,7 +39,9 @@ def _unjoined(reader: RunReader, rollouts: str, artifacts: Sequence[str]) -> Ite
     if len({*samples}) < len(samples):
         yield f"{rollouts}: {len(samples) - len({*samples})} sample ids are there twice"
     if IMAGES_REMOVED not in removed_by(reader.pruned.get(rollouts)):
-        images = _ids(reader, rollouts, IMAGES)
+        # Texts have none.
+        has_images = matching(reader.store.filesystem, reader.store.path(rollouts), IMAGES)
+        images = _ids(reader, rollouts, IMAGES) if has_images else []
         if images and {*images} != {*samples}:
             yield f"{rollouts}: {_first_lonely(images, samples)} is not in both rows and images"
     for folder in artifacts:

@@ -81,7 +81,8 @@ class VerificationReport(BaseModel):
     """A run, what of it was checked, and at which level.
 
     Attributes:
-        policies: digest of the weights of each stored policy version.
+        policies: digest of the weights of the policy versions whose updates were computed again.
+        last_version: the last policy version that the run had then.
         fingerprints: of the code of each stage that the run recorded.
         made_by: the machines that the run was started on; `verified_by` the one that computed again.
         artifacts: stored artifacts whose checksums and joins were checked.
@@ -98,6 +99,7 @@ class VerificationReport(BaseModel):
     run: str
     lineage: str | None
     policies: Mapping[int, str]
+    last_version: int | None = None
     fingerprints: Mapping[str, str]
     made_by: tuple[Machine, ...]
     verified_by: Machine

@@ -52,6 +52,7 @@ def verified(**changes: Any) -> VerificationReport:
         "run": "own",
         "lineage": None,
         "policies": {1: f"{1:064d}", 2: f"{2:064d}"},
+        "last_version": 2,
         "fingerprints": {"update policy": "f" * 64},
         "made_by": (MACHINE,),
         "verified_by": MACHINE,
@@ -86,6 +87,8 @@ def test_what_was_verified_is_a_table_by_stage(tmp_path: Path) -> None:
     assert "| verified | 2026-01-02 03:04 UTC, in 5 s |" in found
     assert "| packages | torch 2.0 |" in found
     assert "does not vouch" not in found
+    # A sample of the updates says nothing against the others.
+    assert "does not vouch" not in section(tmp_path / "sample", verified(policies={1: f"{1:064d}"}))
     assert "## Differences" not in found
 
 
@@ -101,7 +104,7 @@ def test_a_difference_is_named_first_and_at_its_root(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"policies": {1: f"{1:064d}"}}, "It is older than what the run did since, iterations 2;"),
+        ({"policies": {1: f"{1:064d}"}, "last_version": 1}, "It is older than what the run did since, iterations 2;"),
         ({"policies": {1: f"{1:064d}", 2: "e" * 64}}, "Version 2 has other weights than those that were verified"),
         ({"lineage": "other"}, "It is of another run of this name"),
         ({"complete": False}, "It was stopped before"),
