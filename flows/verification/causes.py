@@ -11,7 +11,15 @@ from flows.verification.stored_stages import Reference, StoredStage, artifact_of
 from tasks.execution.fingerprint import changed_versions, reached_modules
 from tasks.execution.stage import stage_named
 from tasks.process import CHECKOUT
-from tasks.runs.layout import ADVANTAGES, POLICIES, ROLLOUTS, iteration_folder, parse_iteration, policy_folder
+from tasks.runs.layout import (
+    ADVANTAGES,
+    POLICIES,
+    ROLLOUTS,
+    is_evaluation,
+    iteration_folder,
+    parse_iteration,
+    policy_folder,
+)
 from tasks.runs.reader import RunReader
 from tasks.storage.files import is_local
 from tasks.verification.records import Difference, Machine
@@ -29,6 +37,8 @@ class Evidence:
         reader: of the run.
         recorded: fingerprints of the stages' code when the run was made, `here` those of this checkout.
         made_by: the machines of the run's starts; `verified_by` this one.
+        changed: settings in config.yaml, and inputs on this machine, that are not those that the run recorded.
+        problems: what plans that the prompt files give have in place of what the rows say, by the plan's title.
     """
 
     reader: RunReader
@@ -36,6 +46,8 @@ class Evidence:
     here: Mapping[str, str]
     made_by: Sequence[Machine]
     verified_by: Machine
+    changed: Sequence[str]
+    problems: Sequence[str]
 
     @cached_property
     def of_rounding(self) -> str | None:
@@ -68,15 +80,36 @@ def cause_of(
 ) -> str:
     """Return the likely causes of a difference, the surest first."""
     found = [
+        *_changed_inputs(stage, evidence),
         *_changed_code(stage, evidence),
-        *_same_files(stage, evidence.reader),
+        *_same_files(stage, differences, evidence.reader),
         *_settings(differences),
         *(_counts(stage, computed) if computed is not None else ()),
         *_written_after(stage, evidence.reader),
         *([evidence.of_rounding] if evidence.of_rounding is not None else []),
     ]
-    unexplained = "code, packages and processor are those of the run: a stored file, or what it was made from, changed"
+    files = ", ".join(dict.fromkeys(each.place.partition(",")[0] for each in differences[:_SHOWN]))
+    unexplained = f"code, settings, packages and processor are those of the run, so {files} was probably changed since"
     return "; ".join(found) or unexplained
+
+
+_DECIDING: Mapping[str, tuple[str, ...]] = {
+    "collect rollouts": ("run.seed ", "policy.", "rollout.", "the model ", "the adapter "),
+    "score reward": ("rewards.{label} ", "rewards.{label}."),
+    "compute advantages": ("rewards.", "advantages."),
+    "copy advantages": ("rewards.", "advantages."),
+    "update policy": ("run.", "policy.", "update.", "the model ", "the adapter ", "the loss "),
+}
+"""How settings and inputs begin that decide a stage's result, by the stage's name."""
+
+
+def _changed_inputs(stage: StoredStage, evidence: Evidence) -> Iterator[str]:
+    """Yield the settings, files and plans that decide this stage and are not those that the run recorded."""
+    label = getattr(stage.arguments.get("section"), "label", "")
+    deciding = tuple(each.format(label=label) for each in _DECIDING.get(stage.task.name, ()))
+    yield from (each for each in evidence.changed if each.startswith(deciding))
+    if stage.task.name == "collect rollouts":
+        yield from (each for each in evidence.problems if each.startswith(f"{stage.arguments['plan'].title}: "))
 
 
 def _changed_code(stage: StoredStage, evidence: Evidence) -> Iterator[str]:
@@ -108,8 +141,8 @@ def changed_functions(commit: str, files: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _same_files(stage: StoredStage, reader: RunReader) -> Iterator[str]:
-    """Say whose weights or optimizer a version has, if they are those of another version."""
+def _same_files(stage: StoredStage, differences: Sequence[Difference], reader: RunReader) -> Iterator[str]:
+    """Say whose weights or optimizer a version has, if those that differ are the files of another version."""
     if stage.kind != "update":
         return
     own = reader.find(stage.folder)
@@ -120,9 +153,9 @@ def _same_files(stage: StoredStage, reader: RunReader) -> Iterator[str]:
         if other is None or policy_folder(version) == stage.folder:
             continue
         same = [name for name, sha256 in own.manifest.files.items() if other.manifest.files.get(name) == sha256]
-        same = [name for name in same if name.endswith((".safetensors", ".pt", ".bin"))]
+        same = [name for name in same if any(each.place.startswith(f"{name}, ") for each in differences)]
         if same:
-            yield f"{', '.join(sorted(same)[:_SHOWN])} has the content of policy version {version}"
+            yield f"it has the {' and '.join(sorted(same)[:_SHOWN])} of policy version {version}"
 
 
 def _settings(differences: Sequence[Difference]) -> Iterator[str]:
@@ -179,6 +212,8 @@ def _written(at: datetime) -> datetime:
 def _reads(folder: str) -> str | None:
     """Return an artifact that was made from the one in a folder; None where no later one is known."""
     first, _, rest = folder.partition("/")
+    if is_evaluation(folder) and not folder.endswith(f"/{ADVANTAGES}"):
+        return f"{'/'.join(folder.split('/')[:2])}/{ADVANTAGES}"
     if (iteration := parse_iteration(first)) is not None:
         return policy_folder(iteration) if rest == ADVANTAGES else f"{first}/{ADVANTAGES}"
     if first == POLICIES and rest.isdigit():

@@ -47,7 +47,8 @@ class VerifyPlan:
         candidates: what is computed again, in the order of the run.
         chosen: the same in words.
         checks: whether every file of the run is looked at.
-        problems: what the recorded settings and inputs showed.
+        changed: settings in config.yaml, and inputs on this machine, that are not those that the run recorded.
+        problems: what else the recorded inputs showed.
         notes: what cannot be tried.
     """
 
@@ -55,6 +56,7 @@ class VerifyPlan:
     candidates: tuple[Candidate, ...]
     chosen: str
     checks: bool
+    changed: tuple[str, ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -79,10 +81,10 @@ def plan_verify(request: VerifyRequest) -> VerifyPlan:
     # What writes nothing needs no lock.
     unlocked = cast(RunLock, None)
     run = StoredRun(config, store, unlocked, model, training, heldout, stored_start(described), known_folders=folders)
-    problems += recorded_differences(run, described)
+    changed, unknown = recorded_differences(run, described)
     candidates, chosen = choose(request, run)
     checks = request.iterations is None and request.stages is None
-    return VerifyPlan(run, candidates, chosen, checks, tuple(problems), tuple(notes))
+    return VerifyPlan(run, candidates, chosen, checks, tuple(changed), (*problems, *unknown), tuple(notes))
 
 
 def _prompts(config: RunConfig, *, trust: bool) -> tuple[tuple[PromptSet, ...], tuple[PromptSet, ...], list[str]]:
@@ -118,22 +120,27 @@ def _model(config: RunConfig, described: Mapping[str, Any]) -> tuple[ModelSpec, 
     return model, []
 
 
-def recorded_differences(run: StoredRun, described: Mapping[str, Any]) -> list[str]:
-    """Say how the stored configuration, and prompts and rewards on this machine, differ from what run.json records."""
+def recorded_differences(run: StoredRun, described: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Say how the stored configuration, and prompts and rewards on this machine, differ from what run.json records.
+
+    Returns:
+        What differs, settings as `key was -> is`, and why it cannot be said.
+    """
     recorded: Mapping[str, Any] = described.get(IDENTITY, {})
     try:
         identity = identify(run.config, run.model, run.training, run.start, run.heldout)
     except InputError as error:
-        return [f"what the run was made with cannot be compared: {error}"]
+        return [], [f"what the run was made with cannot be compared: {error}"]
     settings = changed_settings(recorded.get("settings", {}), identity["settings"])
-    problems = [f"config.yaml is not what made the run: {each}" for each in settings]
-    problems += [] if not run.training else named_changes(recorded.get(INPUTS, {}), identity[INPUTS])
-    problems += [] if not run.heldout else named_changes(recorded.get(HELDOUT, {}), identity[HELDOUT])
-    return problems
+    changed = [f"{each} in config.yaml, which is not what made the run" for each in settings]
+    changed += [] if not run.training else named_changes(recorded.get(INPUTS, {}), identity[INPUTS])
+    changed += [] if not run.heldout else named_changes(recorded.get(HELDOUT, {}), identity[HELDOUT])
+    return changed, []
 
 
-def evidence_of(run: StoredRun) -> Evidence:
-    """Gather what is recorded of code, packages and machines, of the run and here."""
+def evidence_of(plan: VerifyPlan) -> Evidence:
+    """Gather what is recorded of code, packages, machines, settings and inputs, of the run and here."""
+    run = plan.run
     described = read_description(run.store)
     recorded: Mapping[str, str] = described.get(IDENTITY, {}).get("code", {})
     here: Mapping[str, str] = {}
@@ -141,4 +148,4 @@ def evidence_of(run: StoredRun) -> Evidence:
         here = identify(run.config, run.model, (), run.start, ())["code"]
     processor = describe_processor(run.config.placement)
     verified_by = Machine(code=code_version(), processor=processor, versions=running_versions())
-    return Evidence(run.reader, recorded, here, recorded_machines(run.reader), verified_by)
+    return Evidence(run.reader, recorded, here, recorded_machines(run.reader), verified_by, plan.changed, run.problems)

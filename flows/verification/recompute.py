@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from configs.placement import PlacementSection
 from flows.pipeline.stages import run_task
 from flows.verification.causes import Evidence, cause_of
 from flows.verification.stored_stages import Reference, StoredStage, artifact_of
@@ -15,14 +16,17 @@ from tasks.pruning import FILES_REMOVED
 from tasks.pruning import PARTS as DELETED
 from tasks.rollouts.engines import engine_of
 from tasks.storage.artifacts.commit import removed_by
-from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, PrunedArtifactError, StaleReferenceError
+from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, stage_context, use_stage_context
 from tasks.verification.compare import compare_artifacts, level_of
 from tasks.verification.records import Difference, Level, StageVerification
-from tasks.verification.scratch import bring_inputs, references_in, with_replaced
+from tasks.verification.scratch import UNREAD, bring_inputs, references_in, with_replaced
 
 _REFUSED = (ParityError, FailedSamplesError, NonFiniteError)
 """What a stage raises because of its inputs' values: a stored result of the same inputs is another one."""
+_OF_POLICY = "policy_digest"
+"""Column that names the weights that sampled a row: of other weights it is another one."""
+
 _UPSTREAM = 3
 """How many stages, one made from the other, are computed to find where a difference comes from."""
 
@@ -46,15 +50,19 @@ class Recomputation:
         store: of the run, which is not written.
         scratch: folder for the scratch roots.
         producer: returns the stage that made an artifact of the run, given its folder; None for what is no stage.
+        placement: of the stages.
         tolerance: as of `level_of`.
+        problems: of the run; damaged files are added.
         found: results by folder; those of stages that were only computed to explain another one too.
     """
 
     store: ArtifactStore
     scratch: Path
     producer: Callable[[str], StoredStage | None]
+    placement: PlacementSection
     tolerance: float
     evidence: Evidence
+    problems: list[str]
     found: dict[str, StageVerification] = field(default_factory=dict)
     _computed: dict[str, Computed] = field(default_factory=dict)
     _roots: int = 0
@@ -88,17 +96,17 @@ class Recomputation:
                 assert each.store is not None, "it was computed somewhere"
                 bring_inputs(each.store, scratch, stage.task.name, {uri: each.reference})
             bring_inputs(self.store, scratch, stage.task.name, arguments)
+            if (reason := self._pruned_input(stage)) is not None:
+                return Computed("untried", reason=reason)
             use_stage_context(replace(stage_context(), store=scratch))
-            made: Reference = run_task(stage.task, stage.title, arguments["placement"], arguments)
+            made: Reference = run_task(stage.task, stage.title, self.placement, arguments)
         except _REFUSED as error:
             refused = Difference(
                 place="computing", stored="a result", computed=first_line(error), count=1, total=1, largest=None
             )
             return Computed("differs", (refused,), reason=str(error))
-        except PrunedArtifactError as error:
-            return Computed("untried", reason=str(error))
         except StaleReferenceError as error:
-            return Computed("untried", reason=f"an input is damaged: {error}")
+            return self._damaged(error)
         except (InputError, ImportError, ConnectionError) as error:
             return Computed("untried", reason=str(error))
         compared = self._compare(stage, made, scratch)
@@ -106,6 +114,16 @@ class Recomputation:
             # What differs may explain what was made from it.
             shutil.rmtree(scratch.root)
         return compared
+
+    def _pruned_input(self, stage: StoredStage) -> str | None:
+        """Return which part of what a stage reads was deleted on purpose, as `bring_inputs` has just found it."""
+        for reference in references_in(stage.arguments):
+            pruned = self.store.pruned_reason(reference, as_read=True)
+            for part in removed_by(pruned):
+                if pruned is not None and DELETED.get(part) not in (None, *UNREAD.get(stage.task.name, ())):
+                    by, on = pruned.get("by", "grpo prune"), pruned.get("on", "an earlier day")
+                    return f"the {part} of {reference.uri}, which it reads, were removed by `{by}` on {on}"
+        return None
 
     def _compare(self, stage: StoredStage, made: Reference, scratch: ArtifactStore) -> Computed:
         stored, computed = stage.artifact, artifact_of(made)
@@ -115,10 +133,18 @@ class Recomputation:
         policy = stage.arguments.get("policy")
         previous = policy.checkpoint if isinstance(policy, PolicyRef) and stage.kind == "update" else None
         with self.store.reading() as read, scratch.reading() as read_computed:
-            before = read(previous) if previous is not None else None
+            try:
+                before, own = read(previous) if previous is not None else None, read(stored)
+            except StaleReferenceError as error:
+                return self._damaged(error)
             without = [DELETED[part] for part in pruned]
-            differences = compare_artifacts(read(stored), read_computed(computed), previous=before, without=without)
+            differences = compare_artifacts(own, read_computed(computed), previous=before, without=without)
         return Computed(level_of(differences, self.tolerance), differences, made, scratch)
+
+    def _damaged(self, error: StaleReferenceError) -> Computed:
+        """Return that a stage is not tried, and note the damage among the problems."""
+        self.problems.append(str(error))
+        return Computed("untried", reason=str(error))
 
     def _explained(self, stage: StoredStage, computed: Computed, depth: int) -> StageVerification:
         described = StageVerification(
@@ -156,9 +182,17 @@ class Recomputation:
                 titles.append(producer.title)
                 if computed.reference is not None:
                     differing[reference.uri] = computed
-        if differing and self._try(stage, differing).level in ("equal", "rounding"):
+        # The gate refuses what its inputs, which differ, do not agree about.
+        is_refused = bool(titles) and self._computed[stage.folder].reference is None
+        if is_refused or (differing and self._gives_stored(stage, differing)):
             return " and ".join(titles)
         return None
+
+    def _gives_stored(self, stage: StoredStage, replaced: Mapping[str, Computed]) -> bool:
+        """Return whether a stage gives what is stored from other inputs, but for the name of the policy in its rows."""
+        computed = self._try(stage, replaced)
+        left = [each for each in computed.differences if not each.place.endswith(f", {_OF_POLICY}")]
+        return computed.level != "untried" and level_of(left, self.tolerance) in ("equal", "rounding")
 
 
 def _compare_digests(stored: ArtifactRef, computed: ArtifactRef, made: Reference, scratch: ArtifactStore) -> Computed:

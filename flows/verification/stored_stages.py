@@ -5,6 +5,7 @@ answered with what is stored. Prompts and seeds are those of the stored rows, so
 files are here, what they plan is compared with the rows.
 """
 
+import fnmatch
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from flows.training.train import sample_rollouts, train_policy
 from grpo_core.errors import InputError
 from grpo_core.rollouts.streams import ImageSize
 from tasks.prompts.curriculum import PromptStatistics
+from tasks.pruning import FILES_REMOVED
 from tasks.rewards.score_rewards import NeededScores
 from tasks.rollouts.plan import GroupPlan, RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import (
@@ -49,6 +51,7 @@ from tasks.runs.layout import (
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import read_iterations
 from tasks.runs.stored_policies import read_policy
+from tasks.storage.artifacts.commit import removed_by
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.parquet import read_columns
@@ -174,7 +177,8 @@ class StoredRun(Run):
 
     def _of_rows(self, bare: RolloutPlan, folder: str) -> RolloutPlan:
         place = f"{folder}/{ROLLOUTS}"
-        if self.store.manifest_at(self.store.path(place)) is None:
+        found = self.reader.find(place)
+        if found is None or not self.reader.verify(found, only=fnmatch.filter(found.manifest.files, PARTS)):
             raise StaleReferenceError(f"{self.store.run}/{place} is missing or damaged")
         plan = bare.model_copy(update={"groups": tuple(read_groups(self.store, place))})
         # The run has stored them, and verification writes nothing there.
@@ -189,6 +193,10 @@ class StoredRun(Run):
         """Return a stored version; version 0, or that a replay starts from, is not the run's own."""
         if version <= self.config.first_version:
             return self.base_policy
+        checkpoint = self.artifact(policy_folder(version))
+        if FILES_REMOVED in removed_by(self.store.pruned_reason(checkpoint)):
+            # Its weights are gone with their digest; what reads them is not tried.
+            return PolicyRef(version=version, digest=checkpoint.digest, checkpoint=checkpoint)
         return read_policy(self.store, version)
 
     def artifact(self, folder: str) -> ArtifactRef:
@@ -246,7 +254,7 @@ class _Noted:
         folder = output_folder(task.name, arguments)
         stored: Reference = self.run.artifact(folder)
         if task.name == "update policy":
-            stored = read_policy(self.run.store, arguments["policy"].version + 1)
+            stored = self.run.policy(arguments["policy"].version + 1)
         self.stages.append(StoredStage(task, title, arguments, folder, stored))
         return stored
 

@@ -21,6 +21,7 @@ from flows.verification.stored_stages import (
 )
 from grpo_core.errors import InputError
 from tasks.progress import advance_run, log
+from tasks.reports.text import counted
 from tasks.runs.layout import OTHER_EVALUATIONS, POLICIES, RESCORED, is_evaluation, parse_iteration
 from tasks.runs.lookup import read_description
 from tasks.runs.reader import RunReader
@@ -30,7 +31,7 @@ from tasks.storage.files import dump_checked, scratch_folder
 from tasks.storage.roots import StorageError
 from tasks.storage.run_lock import locked
 from tasks.verification.card import verification_file, verification_report
-from tasks.verification.checks import check_artifacts, stored_artifacts
+from tasks.verification.checks import check_artifacts, check_sources, stored_artifacts
 from tasks.verification.records import StageVerification, VerificationReport
 
 
@@ -78,10 +79,11 @@ async def verify(request: VerifyForm) -> VerificationReport:
     require_server()
     for note in (*plan.notes, f"verifying {plan.run.store.run}: {plan.chosen}"):
         log(note)
-    run, problems = plan.run, list(plan.problems)
+    run, problems = plan.run, [*plan.changed, *plan.problems]
     artifacts = stored_artifacts(run.reader) if plan.checks else []
     problems += check_artifacts(RunReader(run.store), artifacts)
-    evidence = evidence_of(run)
+    problems += check_sources(run.reader) if plan.checks else []
+    evidence = evidence_of(plan)
     tolerance = read_tolerance(request.tolerance, rounds=evidence.of_rounding is not None)
     done: list[StageVerification] = []
     with scratch_folder() as folder:
@@ -89,13 +91,16 @@ async def verify(request: VerifyForm) -> VerificationReport:
         with locked(scratch, setting="RUN", value=run.store.run) as lock:
             async with recording(scratch, lock):
                 stages = StagesOfRun(run)
-                recomputation = Recomputation(run.store, folder, stages.producer, tolerance, evidence)
+                recomputation = Recomputation(
+                    run.store, folder, stages.producer, run.config.placement, tolerance, evidence, run.problems
+                )
                 complete = compute_all(plan, stages, recomputation, done)
+    versions = stored_versions(run.store)
     report = VerificationReport(
         run=run.store.run,
         lineage=read_description(run.store).get(LINEAGE),
-        policies={version: run.policy(version).digest for version in _verified_versions(run, done)},
-        last_version=max(stored_versions(run.store), default=0),
+        policies={each: run.policy(each).digest for each in _verified_versions(run, done) if each in versions},
+        last_version=max(versions, default=0),
         fingerprints=evidence.recorded,
         made_by=tuple(evidence.made_by),
         verified_by=evidence.verified_by,
@@ -128,7 +133,7 @@ def compute_all(
             done += other_evaluations(plan.run)
     except (KeyboardInterrupt, StorageError) as error:
         done[:] = recomputation.found.values()
-        log(f"stopped after {len(done)} stages: {error or 'interrupted'}")
+        log(f"stopped after {counted(len(done), 'stage')}: {str(error) or 'interrupted'}")
         return False
     return True
 

@@ -4,11 +4,23 @@ from collections.abc import Iterator, Sequence
 
 from grpo_core.errors import InputError
 from tasks.progress import progress_of
-from tasks.runs.layout import ADVANTAGES, ADVANTAGES_FILE, GUARDRAILS, IMAGES, PARTS, REWARDS, ROLLOUTS, SCORES_FILE
+from tasks.runs.layout import (
+    ADVANTAGES,
+    ADVANTAGES_FILE,
+    GUARDRAILS,
+    IMAGES,
+    PARTS,
+    REWARDS,
+    ROLLOUTS,
+    SCORES_FILE,
+    SOURCES,
+    source_file,
+)
 from tasks.runs.reader import RunReader
+from tasks.runs.sources import sha256_of
 from tasks.storage.artifacts.commit import IMAGES_REMOVED, removed_by
 from tasks.storage.artifacts.reference import MANIFEST_ENDING
-from tasks.storage.files import matching
+from tasks.storage.files import MAX_SOURCE_BYTES, matching
 from tasks.storage.parquet import read_columns
 
 
@@ -31,6 +43,16 @@ def check_artifacts(reader: RunReader, artifacts: Sequence[str]) -> list[str]:
             problems += _unjoined(reader, folder, artifacts)
         report(done)
     return [*(f"{each.place}: {each.reason}" for each in reader.damages), *problems]
+
+
+def check_sources(reader: RunReader) -> list[str]:
+    """Verify the images in prompts, each of which is named by its content."""
+    problems = []
+    for digest in reader.names(SOURCES):
+        content = reader.store.read_file(source_file(digest), limit=MAX_SOURCE_BYTES)
+        if content is not None and (found := sha256_of(content)) != digest:
+            problems.append(f"{source_file(digest)}: it has sha256 {found[:12]}: another image, or a damaged one")
+    return problems
 
 
 def _unjoined(reader: RunReader, rollouts: str, artifacts: Sequence[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from tasks.storage.files import MAX_SOURCE_BYTES
 
 Reference = ArtifactRef | PolicyRef
 
-_UNREAD: Mapping[str, tuple[str, ...]] = {
+UNREAD: Mapping[str, tuple[str, ...]] = {
     "score reward": (STATES,),
     "compute advantages": (IMAGES, STATES),
     "update policy": (IMAGES,),
@@ -87,7 +87,7 @@ def bring_inputs(store: ArtifactStore, scratch: ArtifactStore, task: str, argume
         PrunedArtifactError: the files of one were deleted on purpose.
     """
     for reference in references_in(arguments):
-        copy_artifact(store, reference, scratch, _UNREAD.get(task, ()))
+        copy_artifact(store, reference, scratch, UNREAD.get(task, ()))
         if sorted(Path(scratch.path_of(reference.uri)).glob(PARTS)):
             rows = read_rollouts([Path(scratch.path_of(reference.uri))], ("sample_id", "sources"))
             _bring_sources(store, scratch, reference.run, digests_in(rows))
