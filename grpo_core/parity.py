@@ -15,6 +15,9 @@ from torch import Tensor
 from grpo_core.errors import NonFiniteError
 from grpo_core.rollouts.streams import Stream
 
+LOGP_DIFFERENCE_MAX = "sampling/sampling_logp_difference/max"
+"""Metric of an update: the largest |old - rollout|, nats."""
+
 
 @dataclass(frozen=True)
 class ParityTolerance:
@@ -99,7 +102,7 @@ class ParityReport:
         """Return the differences under the names that TRL's dashboards use."""
         return {
             "sampling/sampling_logp_difference/mean": self.mean_difference,
-            "sampling/sampling_logp_difference/max": self.max_difference,
+            LOGP_DIFFERENCE_MAX: self.max_difference,
         }
 
 

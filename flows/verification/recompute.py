@@ -11,10 +11,11 @@ from flows.pipeline.stages import run_task
 from flows.verification.causes import Evidence, cause_of
 from flows.verification.stored_stages import Reference, StoredStage, artifact_of
 from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError, first_line
-from grpo_core.parity import ParityError
+from grpo_core.parity import LOGP_DIFFERENCE_MAX, ParityError
 from tasks.pruning import FILES_REMOVED
 from tasks.pruning import PARTS as DELETED
 from tasks.rollouts.engines import engine_of
+from tasks.runs.layout import policy_folder
 from tasks.storage.artifacts.commit import removed_by
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore, stage_context, use_stage_context
@@ -84,8 +85,9 @@ class Recomputation:
 
     def _try(self, stage: StoredStage, replaced: Mapping[str, Computed]) -> Computed:
         """Compute a stage from its stored inputs, or from others by their URI, and compare it with what is stored."""
-        if (reason := _not_computable(stage)) is not None:
-            return Computed("untried", reason=reason)
+        rollout = stage.arguments.get("rollout")
+        if rollout is not None and engine_of(rollout) == "vllm":
+            return self._by_the_gate(stage)
         self._roots += 1
         scratch = ArtifactStore(str(self.scratch / f"{self._roots:06d}"), self.store.run)
         references = {uri: each.reference for uri, each in replaced.items() if each.reference is not None}
@@ -141,6 +143,24 @@ class Recomputation:
             differences = compare_artifacts(own, read_computed(computed), previous=before, without=without)
         return Computed(level_of(differences, self.tolerance), differences, made, scratch)
 
+    def _by_the_gate(self, stage: StoredStage) -> Computed:
+        """Return how far the log-probs of an engine are from those that the update computes again.
+
+        Its batches round otherwise each time, so that sampling again says nothing.
+        """
+        plan = stage.arguments["plan"]
+        update = None if stage.kind == "evaluation" else self.producer(policy_folder(plan.iteration))
+        computed = self._compute(update) if update is not None else Computed("untried")
+        if computed.reference is None:
+            reason = "vLLM sampled it, and no update of this iteration has computed its log-probs again"
+            return Computed(computed.level, computed.differences, reason=computed.reason or reason)
+        found = artifact_of(computed.reference).metrics
+        apart = max(value for name, value in found.items() if name.endswith(LOGP_DIFFERENCE_MAX))
+        reason = (
+            f"vLLM sampled it; its log-probs are within {apart:.2g} nats of those computed again, which the gate lets"
+        )
+        return Computed("rounding", reference=stage.stored, store=self.store, reason=f"{reason} pass")
+
     def _damaged(self, error: StaleReferenceError) -> Computed:
         """Return that a stage is not tried, and note the damage among the problems."""
         self.problems.append(str(error))
@@ -161,7 +181,7 @@ class Recomputation:
             cause = cause_of(stage, computed.differences, computed.reference, self.evidence)
             return described.model_copy(update={"cause": cause})
         if computed.level == "rounding":
-            return described.model_copy(update={"cause": self.evidence.of_rounding})
+            return described.model_copy(update={"cause": computed.reason or self.evidence.of_rounding})
         return described
 
     def _follows(self, stage: StoredStage, depth: int) -> str | None:
@@ -202,13 +222,3 @@ def _compare_digests(stored: ArtifactRef, computed: ArtifactRef, made: Reference
     shown = stored.digest[:16], computed.digest[:16]
     digest = Difference(place="digest of the deleted files", stored=shown[0], computed=shown[1], count=1, total=1)
     return Computed("differs", (digest,), made, scratch)
-
-
-def _not_computable(stage: StoredStage) -> str | None:
-    rollout = stage.arguments.get("rollout")
-    if rollout is not None and engine_of(rollout) == "vllm":
-        return (
-            "vLLM sampled it, whose batches round otherwise each time; the update that reads it computes its log-probs "
-            "again and refuses those beyond the gate's tolerance"
-        )
-    return None

@@ -20,7 +20,7 @@ from flows.verification.stored_stages import (
     stages_of_rescoring,
 )
 from grpo_core.errors import InputError
-from tasks.progress import advance_run, log
+from tasks.progress import log, progress_of
 from tasks.reports.text import counted
 from tasks.runs.layout import OTHER_EVALUATIONS, POLICIES, RESCORED, is_evaluation, parse_iteration
 from tasks.runs.lookup import read_description
@@ -122,13 +122,13 @@ def compute_all(
     plan: VerifyPlan, stages: StagesOfRun, recomputation: Recomputation, done: list[StageVerification]
 ) -> bool:
     """Compute what was chosen again, and add what is found to `done`; False if it was interrupted or a disk is full."""
-    begun = time.perf_counter()
+    report_progress = progress_of("stages computed again", len(plan.candidates))
     try:
         for number, candidate in enumerate(plan.candidates, start=1):
             for stage in stages.of(candidate):
                 recomputation.verify(stage)
                 done[:] = recomputation.found.values()
-            advance_run(number, len(plan.candidates), (time.perf_counter() - begun) / number)
+            report_progress(number)
         if any(kind == "evaluation" for kind, _, _ in plan.candidates):
             done += other_evaluations(plan.run)
     except (KeyboardInterrupt, StorageError) as error:
