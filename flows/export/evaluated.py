@@ -11,7 +11,7 @@ from tasks.runs.layout import StoredEvaluation, evaluation_folder
 from tasks.runs.lookup import read_description
 from tasks.runs.reader import RunReader
 from tasks.runs.stored import find_evaluation
-from tasks.runs.stored_policies import choose_policy, stored_versions
+from tasks.runs.stored_policies import choose_policy, last_version
 from tasks.storage.artifacts.store import LINEAGE
 from tasks.verification.card import recorded_machines, shortcomings, verification_report
 from tasks.verification.evaluation_card import (
@@ -116,5 +116,5 @@ def verification_section(plan: ExportPlan) -> Report:
     if plan.verification is None:
         return Report("", notes=[f"Not verified: grpo verify {plan.store.run} computes its stages again."])
     lineage = read_description(plan.store).get(LINEAGE)
-    last = max(stored_versions(plan.store), default=0)
+    last = last_version(plan.store)
     return verification_report(plan.verification, shortcomings(plan.verification, plan.policy, lineage, last))

@@ -15,6 +15,7 @@ from flows.verification.recompute import Recomputation
 from flows.verification.stored_stages import (
     StoredRun,
     StoredStage,
+    artifact_of,
     stages_of_evaluation,
     stages_of_iteration,
     stages_of_rescoring,
@@ -25,7 +26,7 @@ from tasks.reports.text import counted
 from tasks.runs.layout import OTHER_EVALUATIONS, POLICIES, RESCORED, is_evaluation, parse_iteration
 from tasks.runs.lookup import read_description
 from tasks.runs.reader import RunReader
-from tasks.runs.stored_policies import stored_versions
+from tasks.runs.stored_policies import last_version
 from tasks.storage.artifacts.store import LINEAGE, ArtifactStore
 from tasks.storage.files import dump_checked, scratch_folder
 from tasks.storage.roots import StorageError
@@ -95,12 +96,11 @@ async def verify(request: VerifyForm) -> VerificationReport:
                     run.store, folder, stages.producer, run.config.placement, tolerance, evidence, run.problems
                 )
                 complete = compute_all(plan, stages, recomputation, done)
-    versions = stored_versions(run.store)
     report = VerificationReport(
         run=run.store.run,
         lineage=read_description(run.store).get(LINEAGE),
-        policies={each: run.policy(each).digest for each in _verified_versions(run, done) if each in versions},
-        last_version=max(versions, default=0),
+        policies=_verified_policies(run, done),
+        last_version=last_version(run.store),
         fingerprints=evidence.recorded,
         made_by=tuple(evidence.made_by),
         verified_by=evidence.verified_by,
@@ -148,9 +148,13 @@ def other_evaluations(run: StoredRun) -> list[StageVerification]:
     ]
 
 
-def _verified_versions(run: StoredRun, done: Sequence[StageVerification]) -> list[int]:
-    folders = [each.folder for each in done if each.kind == "update"]
-    return sorted(int(folder.rpartition("/")[2]) for folder in folders)
+def _verified_policies(run: StoredRun, done: Sequence[StageVerification]) -> dict[int, str]:
+    """Return the digest of the weights of each version whose update was computed; of pruned ones nobody knows it."""
+    versions = sorted(int(each.folder.rpartition("/")[2]) for each in done if each.kind == "update")
+    found = {version: run.policy(version) for version in versions}
+    return {
+        version: each.digest for version, each in found.items() if run.store.pruned_reason(artifact_of(each)) is None
+    }
 
 
 def keep_report(store: ArtifactStore, report: VerificationReport) -> None:

@@ -26,6 +26,12 @@ def stored_versions(store: ArtifactStore) -> list[int]:
     return [version for version in RunReader(store).policies() if _pruned(store, version) is None]
 
 
+def last_version(store: ArtifactStore) -> int:
+    """Return the last policy version that has a manifest and was not pruned; 0 where there is none."""
+    found = reversed(RunReader(store).policies())
+    return next((version for version in found if _pruned(store, version) is None), 0)
+
+
 def _pruned(store: ArtifactStore, version: int) -> Mapping[str, Any] | None:
     """Return who removed the files of a version and when; None for a version that has them."""
     manifest = store.manifest_at(store.path(policy_folder(version)))
@@ -62,7 +68,10 @@ def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) 
     if version:
         return read_policy(store, version), ()
     notes: list[str] = []
-    for each in reversed(stored_versions(store) if version is None else []):
+    for each in reversed(RunReader(store).policies() if version is None else []):
+        # One manifest after the other: most often the last one is valid.
+        if _pruned(store, each) is not None:
+            continue
         found = _find_policy(store, each)
         if isinstance(found, PolicyRef):
             return found, tuple(notes)
@@ -72,14 +81,16 @@ def choose_policy(store: ArtifactStore, version: int | None, model_digest: str) 
 
 def read_policy(store: ArtifactStore, version: int) -> PolicyRef:
     """Return a version of the policy with its optimizer; InputError, with the versions there are, if not valid."""
-    stored = stored_versions(store)
-    found = _find_policy(store, version) if version in stored else None
+    pruned = _pruned(store, version)
+    # Without a manifest nothing is wrong with it.
+    found = (_find_policy(store, version) or None) if pruned is None else None
     if isinstance(found, PolicyRef):
         return found
+    # To know which versions there are, the manifest of each is read.
+    stored = stored_versions(store)
     if found is not None:
         hint = f"{found}. Choose another version, or start the run again: damaged files are made again."
     else:
-        pruned = _pruned(store, version)
         by, on = (pruned or {}).get("by", "grpo prune"), (pruned or {}).get("on", "an earlier day")
         gone = f"Its files were removed by `{by}` on {on}; " if pruned is not None else ""
         hint = f"{gone}{store.run} has policy versions {spans(stored)}. Choose one of these; 0 is the model as given."
