@@ -25,9 +25,9 @@ commands = typer.Typer()
 def verify_command(request: VerifyRequest, as_json: Json = False) -> None:
     """Compute stored stages again, and compare; exit code 1: something differs, 2: nothing could be tried."""
     found = verify(request)
-    from tasks.verification.card import verification_report
+    from tasks.verification.card import verdict, verification_report
 
-    print_result(verification_report(found), found, as_json)
+    print_result(verification_report(found, title=verdict(found)), found, as_json)
     raise typer.Exit(found.exit_code)
 
 

@@ -29,7 +29,7 @@ _OF_POLICY = "policy_digest"
 """Column that names the weights that sampled a row: of other weights it is another one."""
 
 _UPSTREAM = 3
-"""How many stages, one made from the other, are computed to find where a difference comes from."""
+"""How many stages, one made from the other, are computed to find where a difference comes from; of changed code one."""
 
 
 @dataclass
@@ -189,7 +189,7 @@ class Recomputation:
 
         It does if the stage gives what is stored when it reads what computing gave, in place of what is stored.
         """
-        if depth == _UPSTREAM or self.evidence.is_other_code(stage):
+        if depth >= (1 if self.evidence.is_other_code(stage) else _UPSTREAM):
             return None
         differing: dict[str, Computed] = {}
         titles: list[str] = []

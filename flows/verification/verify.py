@@ -31,7 +31,7 @@ from tasks.storage.artifacts.store import LINEAGE, ArtifactStore
 from tasks.storage.files import dump_checked, scratch_folder
 from tasks.storage.roots import StorageError
 from tasks.storage.run_lock import locked
-from tasks.verification.card import verification_file, verification_report
+from tasks.verification.card import verdict, verification_file, verification_report
 from tasks.verification.checks import check_artifacts, check_sources, stored_artifacts
 from tasks.verification.records import StageVerification, VerificationReport
 
@@ -114,7 +114,7 @@ async def verify(request: VerifyForm) -> VerificationReport:
         seconds=time.perf_counter() - started,
     )
     keep_report(run.store, report)
-    await publish_report(verification_report(report), f"verify-{report.run}")
+    await publish_report(verification_report(report, title=verdict(report)), f"verify-{report.run}")
     return report
 
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import get_args
 
 from pydantic import ValidationError
 
@@ -13,7 +14,7 @@ from tasks.runs.reader import RunReader
 from tasks.storage.artifacts.reference import PolicyRef
 from tasks.storage.artifacts.store import ArtifactStore
 from tasks.storage.files import load_checked
-from tasks.verification.records import Level, Machine, StageVerification, VerificationReport
+from tasks.verification.records import Difference, Level, Machine, StageKind, StageVerification, VerificationReport
 
 LEVELS: Mapping[Level, str] = {
     "equal": "equal to the bit",
@@ -24,6 +25,7 @@ LEVELS: Mapping[Level, str] = {
 """How people read each level."""
 
 MAX_ROWS = 20
+_TENSORS = ".safetensors"
 _LETTERS = 12
 
 
@@ -71,13 +73,13 @@ def shortcomings(report: VerificationReport, policy: PolicyRef, lineage: str | N
     return found
 
 
-def verification_report(report: VerificationReport, notices: Sequence[str] = ()) -> Report:
+def verification_report(report: VerificationReport, notices: Sequence[str] = (), *, title: str = "") -> Report:
     """Return what was verified as tables: by kind of stage, each difference at its root, and what was not tried."""
     differing = [each for each in report.stages if each.level == "differs"]
     untried = Counter((each.kind, each.reason or "no reason was recorded") for each in report.stages if _untried(each))
     follow = len(differing) - len(report.roots)
     return Report(
-        "",
+        title,
         facts=_facts(report),
         tables=[
             Table("Stages computed again", _by_kind(report.stages), texts=["iterations"]),
@@ -87,7 +89,7 @@ def verification_report(report: VerificationReport, notices: Sequence[str] = ())
                 texts=["first difference", "probable cause"],
                 note=f"Further stages that follow from these: {follow}." if follow else "",
             ).head(MAX_ROWS, "differences", "verification.json"),
-            Table("Rounding", _explained(report.stages), texts=["reason"]),
+            _explained(report),
             Table(
                 "Not tried",
                 [{"stage": kind, "stages": str(count), "reason": why} for (kind, why), count in untried.items()],
@@ -107,12 +109,12 @@ def _untried(stage: StageVerification) -> bool:
 
 def _by_kind(stages: Iterable[StageVerification]) -> list[Cells]:
     kinds: dict[str, list[StageVerification]] = {}
-    for each in stages:
+    for each in sorted(stages, key=lambda stage: get_args(StageKind).index(stage.kind)):
         kinds.setdefault(each.kind, []).append(each)
     return [
         {
             "stage": kind,
-            "chosen": str(len(found)),
+            "stages": str(len(found)),
             **{title: str(sum(each.level == level for each in found)) for level, title in LEVELS.items()},
             "iterations": places([each.folder for each in found]),
         }
@@ -138,16 +140,37 @@ def _root(stage: StageVerification) -> Cells:
     return {"stage": stage.title, "first difference": said, "probable cause": stage.cause or "not known"}
 
 
-def _explained(stages: Iterable[StageVerification]) -> list[Cells]:
-    rounded = [each for each in stages if each.level == "rounding"]
-    reasons = dict.fromkeys(each.cause or "not known" for each in rounded)
-    rows = []
-    for reason in reasons:
-        own = [each for each in rounded if (each.cause or "not known") == reason]
-        largest = max((d.largest for each in own for d in each.differences if d.largest is not None), default=None)
-        ulp = "none" if largest is None else f"{largest:.3g}"
-        rows.append({"stages": str(len(own)), "largest, ULP of float32": ulp, "reason": reason})
-    return rows
+def _explained(report: VerificationReport) -> Table:
+    """Return how far values are apart that count as equal, by column or tensor, and why they may be."""
+    rounded = [each for each in report.stages if each.level == "rounding"]
+    by_place: dict[str, list[Difference]] = {}
+    for each in (difference for stage in rounded for difference in stage.differences):
+        file, is_tensor, _ = each.place.partition(_TENSORS)
+        by_place.setdefault(f"{file}{_TENSORS}" if is_tensor else each.place, []).append(each)
+    rows = [
+        {
+            "value": place,
+            "stages": str(len(found)),
+            "differ": f"{sum(each.count for each in found):,} of {sum(each.total for each in found):,}",
+            "largest": f"{max(each.largest or 0.0 for each in found):.3g}",
+            "limit": f"{max(report.tolerance * each.allowance for each in found):,.0f}",
+        }
+        for place, found in by_place.items()
+    ]
+    reasons = "; ".join(dict.fromkeys(each.cause or "not known" for each in rounded))
+    note = f"Units in the last place of float32 at the largest value. Why: {reasons}." if rounded else ""
+    return Table("Rounding", rows, texts=["value"], note=note)
+
+
+def verdict(report: VerificationReport) -> str:
+    """Say in one line how a run compares with itself."""
+    levels = Counter(each.level for each in report.stages)
+    tried = counted(sum(levels.values()) - levels["untried"], "stage")
+    equal = [f"{levels[level]} {LEVELS[level]}" for level in ("equal", "rounding") if levels[level]]
+    differ = [f"{levels['differs']} differ from {counted(len(report.roots), 'cause')}"] if levels["differs"] else []
+    said = ", ".join([*equal, *differ]) or "none"
+    problems = f"; {counted(len(report.problems), 'problem')} besides" if report.problems else ""
+    return f"{report.run}: {tried} computed again, {said}{problems}"
 
 
 def _facts(report: VerificationReport) -> list[Fact]:
