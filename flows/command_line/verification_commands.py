@@ -42,8 +42,10 @@ def verify(run: "str | VerifyRequest", *, progress: bool = True, **options: Any)
     request = as_request(VerifyRequest, run, "run", options)
 
     def body() -> "Coroutine[Any, Any, VerificationReport]":
+        from flows.verification.choice import check_options
         from tasks.runs.lookup import find_run
 
+        check_options(request)
         find_run(request.run, request.root)
         start_server()
         from flows.verification.opened import plan_verify

@@ -66,7 +66,7 @@ class Evidence:
     def is_other_code(self, stage: StoredStage) -> bool:
         """Whether the code of a stage is not the code that the run recorded."""
         name = _code_name(stage)
-        return name in self.recorded and self.recorded[name] != self.here.get(name)
+        return name in self.recorded and name in self.here and self.recorded[name] != self.here[name]
 
 
 def _code_name(stage: StoredStage) -> str:

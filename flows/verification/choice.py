@@ -4,16 +4,17 @@ import random
 import re
 import secrets
 from collections.abc import Iterator
-from typing import get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from configs.schema import ReplayConfig
 from flows.requests import VerifyRequest
-from flows.verification.stored_stages import StoredRun
 from grpo_core.errors import InputError
 from tasks.runs.layout import RESCORED, parse_iteration
 from tasks.runs.lookup import spans
-from tasks.verification.compare import DEFAULT_TOLERANCE
 from tasks.verification.records import StageKind
+
+if TYPE_CHECKING:
+    from flows.verification.stored_stages import StoredRun
 
 KINDS: tuple[StageKind, ...] = get_args(StageKind)
 _DRAWN_OF_EACH = 3
@@ -22,7 +23,7 @@ Candidate = tuple[StageKind, int, str | None]
 """A kind of stage, the iteration or version, and the rescoring that it belongs to; None: the run's own."""
 
 
-def candidates(run: StoredRun) -> Iterator[Candidate]:
+def candidates(run: "StoredRun") -> Iterator[Candidate]:
     """Yield every kind of stage of every iteration, version and rescoring in order, by the names of folders alone."""
     reader, first = run.reader, run.config.first_version
     evaluated, policies = set(reader.evaluations()), set(reader.policies())
@@ -44,21 +45,21 @@ def candidates(run: StoredRun) -> Iterator[Candidate]:
             yield "advantages", iteration, name
 
 
-def choose(request: VerifyRequest, run: StoredRun) -> tuple[tuple[Candidate, ...], str]:
+def choose(request: VerifyRequest, run: "StoredRun") -> tuple[tuple[Candidate, ...], str]:
     """Return what is computed again in the order of the run, and say how it was chosen; InputError if nothing is."""
     kinds = _read_kinds(request.stages)
     every = [each for each in candidates(run) if each[0] in kinds]
     if not every:
         raise InputError("RUN", run.store.run, f"It has no stage of {', '.join(kinds)} that could be computed again.")
-    asked = request.iterations
+    asked = _read_iterations(request.iterations)
     if asked == "all":
         return tuple(every), f"all iterations: {', '.join(kinds)}"
-    if asked is not None and not asked.startswith("sample:"):
+    if isinstance(asked, range):
         return _of_range(asked, every, run)
     seed = request.seed if request.seed is not None else secrets.randbelow(2**31)
     draw = random.Random(seed)
     if asked is not None:
-        drawn = draw.sample(every, min(_read_count(asked), len(every)))
+        drawn = draw.sample(every, min(asked, len(every)))
         said = f"{len(drawn)} of {len(every)} stages"
     else:
         by_kind = [[each for each in every if each[0] == kind] for kind in kinds]
@@ -67,23 +68,26 @@ def choose(request: VerifyRequest, run: StoredRun) -> tuple[tuple[Candidate, ...
     return tuple(each for each in every if each in drawn), f"{said}, drawn with --seed {seed}"
 
 
-def _of_range(asked: str, every: list[Candidate], run: StoredRun) -> tuple[tuple[Candidate, ...], str]:
-    found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", asked)
-    if not found:
-        raise InputError("--iterations", asked, "Write all, one number, the first and the last as 3:10, or sample:9.")
-    chosen = range(int(found[1]), int(found[2] or found[1]) + 1)
-    picked = tuple(each for each in every if each[1] in chosen)
+def _of_range(asked: range, every: list[Candidate], run: "StoredRun") -> tuple[tuple[Candidate, ...], str]:
+    picked = tuple(each for each in every if each[1] in asked)
+    shown = f"{asked.start}:{asked.stop - 1}"
     if not picked:
         known = spans(sorted({number for _, number, _ in every}))
-        raise InputError("--iterations", asked, f"{run.store.run} has {known}.")
-    return picked, f"iterations {asked}: {', '.join(dict.fromkeys(kind for kind, _, _ in picked))}"
+        raise InputError("--iterations", shown, f"{run.store.run} has {known}.")
+    return picked, f"iterations {shown}: {', '.join(dict.fromkeys(kind for kind, _, _ in picked))}"
 
 
-def _read_count(asked: str) -> int:
-    count = asked.partition(":")[2]
-    if not re.fullmatch(r"[1-9]\d{0,8}", count):
-        raise InputError("--iterations", asked, "Write how many random stages, as in sample:9.")
-    return int(count)
+def _read_iterations(asked: str | None) -> range | int | Literal["all"] | None:
+    """Return the chosen iterations, how many stages are drawn, all, or None for some of each kind."""
+    if asked is None or asked == "all":
+        return "all" if asked else None
+    if found := re.fullmatch(r"sample:([1-9]\d{0,8})", asked):
+        return int(found[1])
+    found = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", asked)
+    if found and int(found[1]) <= int(found[2] or found[1]):
+        return range(int(found[1]), int(found[2] or found[1]) + 1)
+    hint = "Write all, one number, the first and the last as 3:10, or how many random stages as sample:9."
+    raise InputError("--iterations", asked, hint)
 
 
 def _read_kinds(stages: str | None) -> tuple[StageKind, ...]:
@@ -95,14 +99,21 @@ def _read_kinds(stages: str | None) -> tuple[StageKind, ...]:
     return tuple(kind for kind in KINDS if kind in asked)
 
 
-def read_tolerance(given: str | None, *, rounds: bool) -> float:
-    """Return the largest distance that counts as rounding; by default 0, unless the run and this machine round apart.
+def check_options(request: VerifyRequest) -> None:
+    """Refuse options that cannot be read, before a run is opened; raises as what reads them."""
+    _read_kinds(request.stages)
+    read_tolerance(request.tolerance, 0.0)
+    _read_iterations(request.iterations)
+
+
+def read_tolerance(given: str | None, default: float) -> float:
+    """Return the largest distance that counts as rounding.
 
     Raises:
         InputError: it is neither `bits` nor a number.
     """
     if given is None:
-        return DEFAULT_TOLERANCE if rounds else 0.0
+        return default
     try:
         tolerance = 0.0 if given == "bits" else float(given)
     except ValueError:

@@ -1,8 +1,7 @@
 """Open a stored run to be verified: its configuration, what is known here, and what differs from its own record."""
 
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from configs.identity import changed_settings
@@ -16,6 +15,7 @@ from flows.requests import VerifyRequest
 from flows.verification.causes import Evidence
 from flows.verification.choice import Candidate, choose
 from flows.verification.stored_stages import StoredRun
+from flows.verification.trusted import refusal, unknown_uses
 from grpo_core.errors import InputError
 from grpo_core.seeds import derive_seed
 from tasks.execution.fingerprint import running_versions
@@ -50,6 +50,7 @@ class VerifyPlan:
         changed: settings in config.yaml, and inputs on this machine, that are not those that the run recorded.
         problems: what else the recorded inputs showed.
         notes: what cannot be tried.
+        recorded: fingerprints of the stages' code when the run was made, `here` those of this checkout.
     """
 
     run: StoredRun
@@ -59,12 +60,15 @@ class VerifyPlan:
     changed: tuple[str, ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
+    recorded: Mapping[str, str]
+    here: Mapping[str, str]
 
 
 @checked_once
 def plan_verify(request: VerifyRequest) -> VerifyPlan:
     """Open the run, and choose what to compute again; an InputError names each option or key. Nothing is written."""
-    found, config = requested_config(request, request.overrides, _USED)
+    # What a stage names is asked about where it is computed: the others go on.
+    found, config = requested_config(request, request.overrides, ())
     if is_locked(found):
         raise InputError("RUN", request.named.run, "It is being written. Verify it when that has ended.")
     store = UntouchedStore(config.storage.root, found.run)
@@ -75,16 +79,20 @@ def plan_verify(request: VerifyRequest) -> VerifyPlan:
     if (origin := origin_of(store, config)).replay is not None:
         config = as_replay(config, origin.replay)
     config = config.model_copy(update={"placement": config.placement.here()})
+    unknown = unknown_uses(uses_of(config, within=_USED), trust=request.trust_code)
     training, heldout, notes = _prompts(config, trust=request.trust_code)
-    model, problems = _model(config, described)
+    model, problems = _model(config, described, known=not any(use.place.startswith("policy.") for use in unknown))
     folders = trusted_folders(config, trust=request.trust_code)
     # What writes nothing needs no lock.
     unlocked = cast(RunLock, None)
     run = StoredRun(config, store, unlocked, model, training, heldout, stored_start(described), known_folders=folders)
-    changed, unknown = recorded_differences(run, described)
     candidates, chosen = choose(request, run)
     checks = request.iterations is None and request.stages is None
-    return VerifyPlan(run, candidates, chosen, checks, tuple(changed), (*problems, *unknown), tuple(notes))
+    plan = VerifyPlan(run, candidates, chosen, checks, (), tuple(problems), tuple(notes), recorded(described), {})
+    if unknown:
+        # An identity needs the code of rewards and losses, and the model.
+        return replace(plan, notes=(*notes, f"settings and code are not compared with run.json: {refusal(unknown[0])}"))
+    return with_identity(plan, described)
 
 
 def _prompts(config: RunConfig, *, trust: bool) -> tuple[tuple[PromptSet, ...], tuple[PromptSet, ...], list[str]]:
@@ -104,48 +112,49 @@ def _prompts(config: RunConfig, *, trust: bool) -> tuple[tuple[PromptSet, ...], 
     return training, heldout, notes
 
 
-def _model(config: RunConfig, described: Mapping[str, Any]) -> tuple[ModelSpec, list[str]]:
-    """Return the model as the run recorded it, and what is wrong with the one on this machine."""
-    recorded = str(described.get("model_digest", ""))
+def _model(config: RunConfig, described: Mapping[str, Any], *, known: bool) -> tuple[ModelSpec, list[str]]:
+    """Return the model as the run recorded it, and what is wrong with the one on this machine, which is only read if
+    the person knows it.
+    """
+    recorded, seed = str(described.get("model_digest", "")), derive_seed(config.run.seed, "adapter")
+    unread = ModelSpec(section=config.policy, digest=recorded, adapter_seed=seed, references=config.references)
+    if not known:
+        return unread, []
     try:
         model = trained_model(config)
     except InputError as error:
-        seed = derive_seed(config.run.seed, "adapter")
-        spec = ModelSpec(section=config.policy, digest=recorded, adapter_seed=seed, references=config.references)
         log(f"the model is not here, so what needs it is not tried: {error}")
-        return spec, []
+        return unread, []
     if recorded not in ("", model.digest):
         other = f"policy.model: its files have sha256 {model.digest[:12]}, and the run's had {recorded[:12]}"
         return model.model_copy(update={"digest": recorded}), [other]
     return model, []
 
 
-def recorded_differences(run: StoredRun, described: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Say how the stored configuration, and prompts and rewards on this machine, differ from what run.json records.
+def recorded(described: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the fingerprints of the stages' code that run.json records."""
+    found: Mapping[str, str] = described.get(IDENTITY, {}).get("code", {})
+    return found
 
-    Returns:
-        What differs, settings as `key was -> is`, and why it cannot be said.
-    """
-    recorded: Mapping[str, Any] = described.get(IDENTITY, {})
+
+def with_identity(plan: VerifyPlan, described: Mapping[str, Any]) -> VerifyPlan:
+    """Add how the configuration, and prompts, rewards and code on this machine, differ from what run.json records."""
+    run, before = plan.run, described.get(IDENTITY, {})
     try:
         identity = identify(run.config, run.model, run.training, run.start, run.heldout)
     except InputError as error:
-        return [], [f"what the run was made with cannot be compared: {error}"]
-    settings = changed_settings(recorded.get("settings", {}), identity["settings"])
+        return replace(plan, problems=(*plan.problems, f"what the run was made with cannot be compared: {error}"))
+    settings = changed_settings(before.get("settings", {}), identity["settings"])
     changed = [f"{each} in config.yaml, which is not what made the run" for each in settings]
-    changed += [] if not run.training else named_changes(recorded.get(INPUTS, {}), identity[INPUTS])
-    changed += [] if not run.heldout else named_changes(recorded.get(HELDOUT, {}), identity[HELDOUT])
-    return changed, []
+    changed += [] if not run.training else named_changes(before.get(INPUTS, {}), identity[INPUTS])
+    changed += [] if not run.heldout else named_changes(before.get(HELDOUT, {}), identity[HELDOUT])
+    return replace(plan, changed=tuple(changed), here=identity["code"])
 
 
 def evidence_of(plan: VerifyPlan) -> Evidence:
     """Gather what is recorded of code, packages, machines, settings and inputs, of the run and here."""
     run = plan.run
-    described = read_description(run.store)
-    recorded: Mapping[str, str] = described.get(IDENTITY, {}).get("code", {})
-    here: Mapping[str, str] = {}
-    with suppress(InputError):
-        here = identify(run.config, run.model, (), run.start, ())["code"]
     processor = describe_processor(run.config.placement)
     verified_by = Machine(code=code_version(), processor=processor, versions=running_versions())
-    return Evidence(run.reader, recorded, here, recorded_machines(run.reader), verified_by, plan.changed, run.problems)
+    made_by = recorded_machines(run.reader)
+    return Evidence(run.reader, plan.recorded, plan.here, made_by, verified_by, plan.changed, run.problems)

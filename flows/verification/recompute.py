@@ -10,6 +10,7 @@ from configs.placement import PlacementSection
 from flows.pipeline.stages import run_task
 from flows.verification.causes import Evidence, cause_of
 from flows.verification.stored_stages import Reference, StoredStage, artifact_of
+from flows.verification.trusted import refusal, unknown_uses, uses_of_stage
 from grpo_core.errors import FailedSamplesError, InputError, NonFiniteError, first_line
 from grpo_core.parity import LOGP_DIFFERENCE_MAX, ParityError
 from tasks.pruning import FILES_REMOVED
@@ -53,6 +54,7 @@ class Recomputation:
         producer: returns the stage that made an artifact of the run, given its folder; None for what is no stage.
         placement: of the stages.
         tolerance: as of `level_of`.
+        trust: whether the person agrees to what the run's settings name.
         problems: of the run; damaged files are added.
         found: results by folder; those of stages that were only computed to explain another one too.
     """
@@ -63,6 +65,7 @@ class Recomputation:
     placement: PlacementSection
     tolerance: float
     evidence: Evidence
+    trust: bool
     problems: list[str]
     found: dict[str, StageVerification] = field(default_factory=dict)
     _computed: dict[str, Computed] = field(default_factory=dict)
@@ -85,6 +88,8 @@ class Recomputation:
 
     def _try(self, stage: StoredStage, replaced: Mapping[str, Computed]) -> Computed:
         """Compute a stage from its stored inputs, or from others by their URI, and compare it with what is stored."""
+        if unknown := unknown_uses(uses_of_stage(stage), trust=self.trust):
+            return Computed("untried", reason=refusal(unknown[0]))
         rollout = stage.arguments.get("rollout")
         if rollout is not None and engine_of(rollout) == "vllm":
             return self._by_the_gate(stage)

@@ -6,8 +6,7 @@ files are here, what they plan is compared with the rows.
 """
 
 import fnmatch
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -25,12 +24,12 @@ from flows.rescoring.rescore import advantages_of, score_missing
 from flows.training.history import TrainingHistory
 from flows.training.prefetch import sampling_version
 from flows.training.train import sample_rollouts, train_policy
+from flows.verification.stored_plans import plan_difference, read_groups
 from grpo_core.errors import InputError
-from grpo_core.rollouts.streams import ImageSize
 from tasks.prompts.curriculum import PromptStatistics
 from tasks.pruning import FILES_REMOVED
 from tasks.rewards.score_rewards import NeededScores
-from tasks.rollouts.plan import GroupPlan, RolloutPlan, plan_evaluation, plan_round
+from tasks.rollouts.plan import RolloutPlan, plan_evaluation, plan_round
 from tasks.runs.layout import (
     ADVANTAGES,
     BASELINES,
@@ -54,7 +53,6 @@ from tasks.runs.stored_policies import read_policy
 from tasks.storage.artifacts.commit import removed_by
 from tasks.storage.artifacts.reference import ArtifactRef, PolicyRef, StaleReferenceError
 from tasks.storage.artifacts.store import ArtifactStore
-from tasks.storage.parquet import read_columns
 from tasks.verification.records import StageKind
 
 Reference = ArtifactRef | PolicyRef
@@ -67,8 +65,6 @@ _KINDS: Mapping[str, StageKind] = {
     "copy advantages": "advantages",
     "update policy": "update",
 }
-_OF_GROUP = ("group_id", "prompt_id", "dataset", "prompt", "columns", "target_uri", "target_sha256", "sources")
-_OF_SIZE = ("width", "height")
 
 
 @dataclass(frozen=True)
@@ -121,10 +117,12 @@ class StoredRun(Run):
     Attributes:
         known_folders: of target images that the person knows.
         problems: what is wrong with the plans of its rows; added to.
+        policies: the versions that were read.
     """
 
     known_folders: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
+    policies: dict[int, PolicyRef] = field(default_factory=dict)
 
     @property
     def target_folders(self) -> tuple[str, ...]:
@@ -193,6 +191,11 @@ class StoredRun(Run):
         """Return a stored version; version 0, or that a replay starts from, is not the run's own."""
         if version <= self.config.first_version:
             return self.base_policy
+        if version not in self.policies:
+            self.policies[version] = self._read_policy(version)
+        return self.policies[version]
+
+    def _read_policy(self, version: int) -> PolicyRef:
         checkpoint = self.artifact(policy_folder(version))
         if FILES_REMOVED in removed_by(self.store.pruned_reason(checkpoint)):
             # Its weights are gone with their digest; what reads them is not tried.
@@ -210,37 +213,6 @@ class StoredRun(Run):
         """Return the advantages of an iteration, which cover all its sampling rounds."""
         folder = iteration_folder(iteration)
         return self.artifact(f"{(self.reader.scored_rounds(folder) or [folder])[-1]}/{ADVANTAGES}")
-
-
-def read_groups(store: ArtifactStore, rollouts: str) -> Iterator[GroupPlan]:
-    """Yield the groups of stored rollouts, in their order."""
-    table = read_columns(store.filesystem, store.path(rollouts), PARTS, (*_OF_GROUP, *_OF_SIZE))
-    seen: set[str] = set()
-    for row in table.to_pylist():
-        if row["group_id"] in seen:
-            continue
-        seen.add(row["group_id"])
-        size = ImageSize(row["width"], row["height"]) if "width" in row else None
-        given = {name: row.get(name) for name in _OF_GROUP}
-        columns, sources = json.loads(given.pop("columns")), tuple(given.pop("sources") or ())
-        yield GroupPlan(**given, columns=columns, sources=sources, size=size)
-
-
-def plan_difference(stored: RolloutPlan, expected: RolloutPlan) -> str | None:
-    """Say where the prompts of stored rows first differ from those that the prompt files plan; None if nowhere."""
-    if len(stored.groups) != len(expected.groups):
-        return f"it has {len(stored.groups)} prompts, and the prompt files plan {len(expected.groups)}"
-    by_name = {group.group_id: group for group in expected.groups}
-    for group in stored.groups:
-        planned = by_name.get(group.group_id)
-        if planned is None:
-            return f"the prompt files plan no group {group.group_id}"
-        for name in type(group).model_fields:
-            was, now = getattr(group, name), getattr(planned, name)
-            if was != now and name != "kept":
-                shown = f"{name} of {group.group_id} is {str(was)[:80]!r}, and the prompt files plan {str(now)[:80]!r}"
-                return f"{shown}: another file, seed or order of prompts"
-    return None
 
 
 @dataclass

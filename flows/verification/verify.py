@@ -33,6 +33,7 @@ from tasks.storage.roots import StorageError
 from tasks.storage.run_lock import locked
 from tasks.verification.card import verdict, verification_file, verification_report
 from tasks.verification.checks import check_artifacts, check_sources, stored_artifacts
+from tasks.verification.compare import DEFAULT_TOLERANCE
 from tasks.verification.records import StageVerification, VerificationReport
 
 
@@ -85,7 +86,7 @@ async def verify(request: VerifyForm) -> VerificationReport:
     problems += check_artifacts(RunReader(run.store), artifacts)
     problems += check_sources(run.reader) if plan.checks else []
     evidence = evidence_of(plan)
-    tolerance = read_tolerance(request.tolerance, rounds=evidence.of_rounding is not None)
+    tolerance = read_tolerance(request.tolerance, DEFAULT_TOLERANCE if evidence.of_rounding is not None else 0.0)
     done: list[StageVerification] = []
     with scratch_folder() as folder:
         scratch = ArtifactStore(str(folder), run.store.run)
@@ -93,7 +94,14 @@ async def verify(request: VerifyForm) -> VerificationReport:
             async with recording(scratch, lock):
                 stages = StagesOfRun(run)
                 recomputation = Recomputation(
-                    run.store, folder, stages.producer, run.config.placement, tolerance, evidence, run.problems
+                    store=run.store,
+                    scratch=folder,
+                    producer=stages.producer,
+                    placement=run.config.placement,
+                    tolerance=tolerance,
+                    evidence=evidence,
+                    trust=request.trust_code,
+                    problems=run.problems,
                 )
                 complete = compute_all(plan, stages, recomputation, done)
     report = VerificationReport(
