@@ -51,15 +51,35 @@ def test_a_full_disk_keeps_what_was_verified(run: Path, small_disk: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_run_that_is_written_or_not_trusted_is_refused(
-    run: Path, own_files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_that_is_written_is_refused(run: Path) -> None:
     before = sha256_of(run)
     with locked(opened(run), setting="run.name", value=NAME):
         (error,) = refused(lambda: verified(run.parent, NAME))
         assert (error.place, error.value) == ("RUN", NAME)
         assert "being written" in error.hint
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    errors = refused(lambda: verified(run.parent, NAME, trust_code=False))
-    assert f"{own_files}/reward.py:brevity" in {error.value for error in errors}
     assert {name for name, digest in sha256_of(run).items() if before.get(name) != digest} <= {".incoming/lock"}
+
+
+@pytest.mark.slow
+def test_a_strangers_code_and_model_are_left_alone_and_the_rest_is_computed(
+    run: Path, own_files: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    canary, reward = tmp_path / "ran", own_files / "reward.py"
+    before, code = sha256_of(run), reward.read_text()
+    reward.write_text(f"open({str(canary)!r}, 'w').close()\n{code}")
+    try:
+        report = verified(
+            run.parent, NAME, trust_code=False, iterations="2", stages="rollouts,rewards,advantages,update"
+        )
+    finally:
+        reward.write_text(code)
+    found = {stage.title: stage for stage in report.stages}
+    assert {title for title, stage in found.items() if stage.level == "equal"} == {
+        "iteration 2: score answer",
+        "iteration 2: compute advantages",
+    }
+    untried = {title: stage.reason or "" for title, stage in found.items() if stage.level == "untried"}
+    assert f"{reward}:brevity" in untried["iteration 2: score brevity"]
+    assert "--trust-code" in untried["iteration 2: collect rollouts"]
+    assert (report.exit_code, canary.exists(), sha256_of(run)) == (0, False, before)
