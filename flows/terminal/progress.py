@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from flows.terminal.output import stderr
+from flows.terminal.output import plain, stderr
 from tasks.progress import Lines, listen, show_run
 from tasks.reports.text import duration
 
@@ -95,4 +95,4 @@ class _Bars:
             self.bars.update(self.run, completed=done, total=total, pace=pace)
 
     def log(self, line: str) -> None:
-        self.bars.console.print(line, markup=False, highlight=False)
+        self.bars.console.print(plain(line), highlight=False)

@@ -93,10 +93,12 @@ def plan_repeat(request: RepeatRequest, scratch: Path) -> RepeatPlan:
     if sorted(made) != sorted(card.samples):
         hint = "They are not those that its prompts have. No export wrote it so."
         raise InputError(f"{folder / EVALUATION_FILE}, samples", f"{len(card.samples):,} samples", hint)
-    labels = [each.label for each in (*config.rewards, *config.guardrails.rewards)]
-    if sorted(labels) != sorted(each.label for each in card.scores if each.role != "mix"):
+    of_settings = [("reward", "mix"), *((each.label, "reward") for each in config.rewards)]
+    of_settings += [(each.label, "guardrail") for each in config.guardrails.rewards]
+    if sorted(of_settings) != sorted((each.label, each.role) for each in card.scores):
+        named = ", ".join(each.title for each in card.scores)
         hint = "They are not those of its settings. No export wrote it so."
-        raise InputError(f"{folder / EVALUATION_FILE}, scores", ", ".join(labels), hint)
+        raise InputError(f"{folder / EVALUATION_FILE}, scores", named, hint)
     groups = [name.rpartition(".")[0] for name in card.samples]
     problems = (*_changed_weights(card, folder), *changed_prompts(card), *inconsistent_scores(card, groups))
     return RepeatPlan(card, config, inputs.store, inputs.model, heldout, rollouts, problems)

@@ -28,6 +28,8 @@ _LETTERS = 12
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# The squares of larger ones are not finite.
+Value = Annotated[float, Field(ge=-1e150, le=1e150)]
 
 
 class CardPrompt(BaseModel):
@@ -81,7 +83,7 @@ class CardScore(BaseModel):
     low: float | None
     high: float | None
     provenance: JsonValue = None
-    values: tuple[float | None, ...] = ()
+    values: tuple[Value | None, ...] = ()
 
     @property
     def title(self) -> str:
@@ -148,6 +150,14 @@ class EvaluationCard(BaseModel):
     def _score_every_sample(self) -> Self:
         if any(len(score.values) != len(self.samples) for score in self.scores):
             raise ValueError("a score has another number of values than there are samples")
+        return self
+
+    @model_validator(mode="after")
+    def _describe_every_dataset(self) -> Self:
+        if self.prompts and sorted(each.name for each in self.datasets) != sorted(
+            {each.dataset for each in self.prompts}
+        ):
+            raise ValueError("its datasets are not those of its prompts")
         return self
 
 

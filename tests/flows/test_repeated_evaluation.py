@@ -15,7 +15,7 @@ from flows.export.card_request import card_config, read_request
 from flows.export.export import export
 from flows.export.plan import plan_export
 from flows.requests import ExportRequest, RepeatRequest
-from flows.verification.repeated_evaluation import repeat_evaluation
+from flows.verification.repeated_evaluation import plan_repeat, repeat_evaluation
 from tasks.verification.evaluation_card import EVALUATION_FILE, MAX_BYTES
 from tasks.verification.repeated import RepeatedEvaluation
 from tests.flows.conftest import REPOSITORY, Runs, Start, heard_of, refused
@@ -173,6 +173,14 @@ HOSTILE: Mapping[str, tuple[Callable[[Path], object], str]] = {
         ),
         f"{EVALUATION_FILE}, scores.0.mean",
     ),
+    "a value whose square is not finite": (
+        lambda folder: change(folder, lambda card: card["scores"][0]["values"].append(-1e200)),
+        f"{EVALUATION_FILE}, scores.0.values.6",
+    ),
+    "prompts of no dataset": (
+        lambda folder: change(folder, lambda card: card.update(datasets=[])),
+        EVALUATION_FILE,
+    ),
     "no kind": (
         lambda folder: change(folder, lambda card: card["settings"]["policy"].pop("kind")),
         f"{EVALUATION_FILE}, settings.policy.kind",
@@ -191,6 +199,12 @@ def test_more_samples_than_the_card_has_scores_are_not_sampled(folder: Path) -> 
     change(folder, lambda card: card["settings"].update(samples_per_prompt=10**9))
     place, value = first(lambda: read_request(RepeatRequest(folder=str(folder))))
     assert (place, value) == (f"{EVALUATION_FILE}, samples", "6 samples")
+
+
+def test_scores_in_the_role_of_others_are_refused(folder: Path, tmp_path: Path) -> None:
+    change(folder, lambda card: card["scores"][1].update(role="guardrail"))
+    place, value = first(lambda: plan_repeat(RepeatRequest(folder=str(folder)), tmp_path / "scratch"))
+    assert (place, value) == (f"{EVALUATION_FILE}, scores", "reward, answer (guardrail)")
 
 
 def test_what_a_strangers_card_names_needs_trust(folder: Path, tmp_path: Path) -> None:

@@ -75,6 +75,10 @@ def two_stages() -> None:
 TERMINAL: dict[str, Any] = {"force_terminal": True, "color_system": None}
 
 
+def test_a_line_is_data() -> None:
+    assert SHOWN in shown_by(lambda console: show_progress(console, lambda: log(HOSTILE)), **TERMINAL)
+
+
 def test_a_log_has_the_lines_of_the_run_and_none_of_short_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown_by(lambda console: show_progress(console, two_stages)) == ""
     assert capsys.readouterr().err == "reward [0.5]\n"
