@@ -222,7 +222,8 @@ def clear_abandoned(incoming: Path) -> None:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make a folder below TMPDIR for this block; those of killed processes go at the start of the next run."""
+    """Make a folder below TMPDIR for this block; those of killed processes are removed first."""
+    clear_abandoned(temporary_folder())
     with staging_folder(temporary_folder()) as parent:
         folder = parent / "files"
         folder.mkdir()

@@ -46,6 +46,9 @@ def test_a_start_removes_what_killed_processes_left(tmp_path: Path, monkeypatch:
         if way == "killed":
             assert process.wait() == -signal.SIGKILL
         assert [(folder / "latents").exists() for folder in left] == [True] * 3
+        with scratch_folder():
+            # Commands that only read a run, such as a verification.
+            assert [folder.parent.exists() for folder in left] == [way == "alive", way == "alive", True]
         ArtifactStore(str(tmp_path / "runs"), "run").clear_abandoned()
         assert [folder.parent.exists() for folder in left] == [way == "alive"] * 3
         process.communicate()
