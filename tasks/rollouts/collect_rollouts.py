@@ -48,8 +48,9 @@ def _describe(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         "policy": policy.digest,
         "version": policy.version,
-        # The digest covers the adapters' matrices, not their scale, which is added here.
-        "lora": settings["lora"] if policy.version else None,
+        # The digest covers the adapters' matrices, not their scale, which is added here. New adapters add nothing,
+        # whatever they are, but a model with any rounds otherwise.
+        "lora": settings["lora"] if policy.version else settings["lora"] is not None,
         "model": model.digest,
         "dtype": model.section.dtype,
         "autocast": model.section.autocast,

@@ -185,7 +185,13 @@ def test_what_does_not_leaves_the_key(stage: str, change: dict[str, object]) -> 
     assert key(stage, **change) == key(stage)
 
 
-def test_adapters_of_a_policy_that_has_none_yet_leave_the_key() -> None:
+def test_before_the_first_update_it_counts_whether_there_are_adapters_and_not_which() -> None:
     base = PolicyRef(version=0, digest="m")
-    other = model(section=PolicySection(model="folder", dtype="float32", lora=LoraSection(rank=2)))
-    assert key("rollouts", policy=base, model=other) == key("rollouts", policy=base)
+
+    def of(lora: LoraSection | None) -> str:
+        section = PolicySection(model="folder", dtype="float32", lora=lora)
+        return key("rollouts", policy=base, model=model(section=section))
+
+    assert of(LoraSection(rank=2)) == of(LoraSection(rank=4))
+    # They add nothing, and a model with them rounds otherwise.
+    assert of(None) != of(LoraSection(rank=2))
