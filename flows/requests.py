@@ -158,8 +158,8 @@ class VerifyRequest(Section):
     )
     iterations: Annotated[str | None, Option(metavar="all|N|N:M|sample:K")] = Field(
         None,
-        description="what to compute again: all iterations, some, or K random stages; by default every file is checked "
-        "and three random stages of each kind are computed",
+        description="what to compute again: all iterations, some, or K random stages; by default three random "
+        "iterations for each kind of stage; every checksum is verified by default and with all",
     )
     stages: Annotated[str | None, Option(metavar="KIND,...")] = Field(
         None, description="only these of rollouts, rewards, advantages, update and evaluation"

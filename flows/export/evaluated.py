@@ -108,7 +108,8 @@ def _repeatable(card: EvaluationCard) -> str:
     if card.missing:
         images = counted(len(card.missing), "image")
         return f"{EVALUATION_FILE} lacks {images}, not found at the export: it cannot be repeated from here."
-    return f"{EVALUATION_FILE} has all that repeats it: grpo evaluate FOLDER --card, with the path of this folder."
+    repeats = "grpo evaluate FOLDER --card, with the path of this folder, repeats it"
+    return f"{repeats}; {EVALUATION_FILE} has its settings, prompts and scores."
 
 
 def verification_section(plan: ExportPlan) -> Report:

@@ -13,8 +13,10 @@ from flows.export.usage import edits, usage
 from grpo_core.policies.protocol import policy_family
 from grpo_core.rollouts.streams import Stream
 from tasks.reports.report import Fact, Report, markdown_of
+from tasks.reports.text import in_cell
 from tasks.runs.layout import RECOMPUTED
 from tasks.runs.lookup import spans
+from tasks.verification.card import verdict
 from tasks.verification.evaluation_card import EvaluationCard
 
 _LICENCE = (
@@ -34,9 +36,9 @@ def model_card(plan: ExportPlan, evaluation: EvaluationCard | None) -> str:
     """Return the card: base, data, rewards, how it was evaluated and verified, and how the export is used."""
     exported = plan.repository or plan.folder.name
     sections = {
-        "Training": [markdown_of(Report("", training_facts(plan)))],
-        "Evaluation": [markdown_of(evaluation_report(plan, evaluation))],
-        "Verification": [markdown_of(verification_section(plan))],
+        "Training": [markdown_of(Report("", training_facts(plan))).rstrip()],
+        "Evaluation": [markdown_of(evaluation_report(plan, evaluation)).rstrip()],
+        "Verification": [*_verdict(plan), markdown_of(verification_section(plan), level=2).rstrip()],
         "Use": ["```python", usage(plan.config, exported, merged=plan.base is not None), "```"],
         "Licence": [_LICENCE],
     }
@@ -72,6 +74,10 @@ def _summary(plan: ExportPlan) -> str:
     several = len(plan.config.policy.streams) > 1
     form = "the adapters of both its parts" if several else "an adapter"
     return f"{what} trained with rewards (GRPO). This is {'the merged model' if plan.base is not None else form}."
+
+
+def _verdict(plan: ExportPlan) -> list[str]:
+    return [] if plan.verification is None else [f"{in_cell(verdict(plan.verification))}.", ""]
 
 
 def _metadata(plan: ExportPlan) -> str:

@@ -78,7 +78,7 @@ def _table(table: Table, console: Console) -> RichTable:
     """Make a row per row, or where the console is too narrow for that, a list per row without empty cells."""
     headings = list(table.rows[0])
     shown = table_of(table.title, headings, (row.values() for row in table.rows))
-    shown.caption = plain(table.note) if table.note else None
+    shown.caption, shown.caption_justify = plain(table.note) if table.note else None, "left"
     numbers = {heading for heading in headings[1:] if heading not in table.texts}
     for column, heading in zip(shown.columns, headings, strict=True):
         column.justify = "right" if heading in numbers else "left"
@@ -99,7 +99,7 @@ def _table(table: Table, console: Console) -> RichTable:
 
 def _lists(table: Table) -> RichTable:
     shown = _facts(table.title, ())
-    shown.caption = plain(table.note) if table.note else None
+    shown.caption, shown.caption_justify = plain(table.note) if table.note else None, "left"
     shown.columns[0].overflow, shown.columns[1].justify = "fold", "left" if table.texts else "right"
     for row in table.rows:
         (_, name), *cells = row.items()

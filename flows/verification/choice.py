@@ -64,7 +64,7 @@ def choose(request: VerifyRequest, run: "StoredRun") -> tuple[tuple[Candidate, .
     else:
         by_kind = [[each for each in every if each[0] == kind] for kind in kinds]
         drawn = [each for own in by_kind for each in draw.sample(own, min(_DRAWN_OF_EACH, len(own)))]
-        said = f"{_DRAWN_OF_EACH} stages of each of {', '.join(kinds)}"
+        said = f"{_DRAWN_OF_EACH} iterations for each of {', '.join(kinds)}"
     return tuple(each for each in every if each in drawn), f"{said}, drawn with --seed {seed}"
 
 

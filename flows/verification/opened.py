@@ -87,7 +87,7 @@ def plan_verify(request: VerifyRequest) -> VerifyPlan:
     unlocked = cast(RunLock, None)
     run = StoredRun(config, store, unlocked, model, training, heldout, stored_start(described), known_folders=folders)
     candidates, chosen = choose(request, run)
-    checks = request.iterations is None and request.stages is None
+    checks = request.iterations in (None, "all") and request.stages is None
     plan = VerifyPlan(run, candidates, chosen, checks, (), tuple(problems), tuple(notes), recorded(described), {})
     if unknown:
         # An identity needs the code of rewards and losses, and the model.

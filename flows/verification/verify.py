@@ -130,7 +130,7 @@ def compute_all(
     plan: VerifyPlan, stages: StagesOfRun, recomputation: Recomputation, done: list[StageVerification]
 ) -> bool:
     """Compute what was chosen again, and add what is found to `done`; False if it was interrupted or a disk is full."""
-    report_progress = progress_of("stages computed again", len(plan.candidates))
+    report_progress = progress_of("verified", len(plan.candidates))
     try:
         for number, candidate in enumerate(plan.candidates, start=1):
             for stage in stages.of(candidate):

@@ -84,7 +84,7 @@ def run_rows(comparison: Comparison) -> list[Cells]:
                     if reached is not None
                     else {}
                 ),
-                "samples / devices / seconds": number(summary.samples_per_device_second),
+                "samples per device-second": number(summary.samples_per_device_second),
                 "seconds": f"{summary.seconds['total']:.0f}",
                 **({"started": str(run.view.starts[0]) if run.view.starts else "unknown"} if dated else {}),
             }

@@ -78,14 +78,15 @@ def signs_notice(signs: Sequence["Sign"]) -> Notice:
     return Notice("warning signs", [str(sign) for sign in signs])
 
 
-def markdown_of(report: Report) -> str:
-    """Write a report as Markdown."""
-    lines = [f"# {in_cell(report.title)}", ""] if report.title else []
+def markdown_of(report: Report, level: int = 1) -> str:
+    """Write a report as Markdown, its title as a heading of this level and those of its tables one below."""
+    lines = [f"{'#' * level} {in_cell(report.title)}", ""] if report.title else []
     for notice in report.notices:
         if notice.lines:
             lines += [f"**{in_cell(notice.title)}**", "", *(f"- {in_cell(line)}" for line in notice.lines), ""]
     for table in report.tables:
-        lines += [f"## {in_cell(table.title)}", ""] if table.title and (table.rows or table.note) else []
+        if table.title and (table.rows or table.note):
+            lines += [f"{'#' * (level + 1)} {in_cell(table.title)}", ""]
         if table.rows:
             headings = [in_cell(heading) for heading in table.rows[0]]
             lines += [*markdown_table(headings, [[*map(in_cell, row.values())] for row in table.rows]), ""]
@@ -108,11 +109,7 @@ def reward_facts(run: "RunSummary") -> list[Fact]:
         (f"{heldout}, before → after", change(run.heldout_before, run.heldout_after)),
         *((title, number(baselines[name])) for name, title in titles.items() if name in baselines),
         *([("seconds to the best held-out reward", best)] if (best := _best(run)) else []),
-        *(
-            [("throughput, samples / devices / seconds", f"{speed:.3g}")]
-            if (speed := run.samples_per_device_second)
-            else []
-        ),
+        *([("samples per device-second", f"{speed:.3g}")] if speed else []),
     ]
 
 
@@ -125,7 +122,10 @@ def _best(run: "RunSummary") -> str | None:
 
 def cost_in_words(cost: "Cost | None") -> str:
     """Say how many samples and seconds some iterations took."""
-    return "not reached" if cost is None else f"{cost.seconds:.0f} s, {counted(cost.samples, 'sample')}"
+    if cost is None:
+        return "not reached"
+    # A replay samples nothing.
+    return f"{cost.seconds:.0f} s" + (f", {counted(cost.samples, 'sample')}" if cost.samples else "")
 
 
 def seconds_facts(seconds: Mapping[str, float]) -> list[Fact]:

@@ -24,6 +24,9 @@ LEVELS: Mapping[Level, str] = {
 }
 """How people read each level."""
 
+_HEADINGS: Mapping[Level, str] = {**LEVELS, "equal": "equal", "rounding": "rounding"}
+"""Of the columns, short enough for a terminal of 80 characters."""
+
 MAX_ROWS = 20
 _TENSORS = ".safetensors"
 _LETTERS = 12
@@ -115,7 +118,7 @@ def _by_kind(stages: Iterable[StageVerification]) -> list[Cells]:
         {
             "stage": kind,
             "stages": str(len(found)),
-            **{title: str(sum(each.level == level for each in found)) for level, title in LEVELS.items()},
+            **{title: str(sum(each.level == level for each in found)) for level, title in _HEADINGS.items()},
             "iterations": places([each.folder for each in found]),
         }
         for kind, found in kinds.items()
@@ -175,19 +178,19 @@ def verdict(report: VerificationReport) -> str:
 
 def _facts(report: VerificationReport) -> list[Fact]:
     policies = sorted(report.policies.items())
+    shown = ", ".join(f"{version}: {digest[:_LETTERS]}" for version, digest in policies[-3:])
     made = dict.fromkeys(machine_in_words(each) for each in report.made_by)
-    packages = dict.fromkeys(packages_in_words(each.versions) for each in (*report.made_by, report.verified_by))
     code = [f"{name} {digest[:_LETTERS]}" for name, digest in sorted(report.fingerprints.items())]
     return [
         ("run", f"{report.run}, lineage {(report.lineage or 'not recorded')[:_LETTERS]}"),
-        ("policies", ", ".join(f"{version}: {digest[:_LETTERS]}" for version, digest in policies[-3:])),
+        *([("policies", f"{'..., ' * (len(policies) > 3)}{shown}")] if policies else []),
         ("fingerprints of the code", ", ".join(code)),
         *(("made by", each) for each in made),
         ("verified by", machine_in_words(report.verified_by)),
-        *(("packages", each) for each in packages),
+        *package_facts(report.made_by, report.verified_by),
         ("chosen", report.chosen),
-        ("checksums and joins", counted(report.artifacts, "artifact")),
-        ("tolerance, ULP of float32", f"{report.tolerance:g}"),
+        ("checksums and joins", counted(report.artifacts, "artifact") if report.artifacts else "not checked"),
+        ("tolerance", f"{report.tolerance:g} ULP of float32" if report.tolerance else "none: bits"),
         ("verified", f"{report.at:%Y-%m-%d %H:%M} UTC, in {report.seconds:,.0f} s"),
     ]
 
@@ -198,7 +201,20 @@ def machine_in_words(machine: Machine) -> str:
     return f"{processor}, code {machine.code or 'without a commit'}"
 
 
-def packages_in_words(versions: Mapping[str, str]) -> str:
+def package_facts(made_by: Iterable[Machine], here: Machine) -> list[Fact]:
+    """Return the packages here, and those that had another version when the stored values were made."""
+    others = (
+        {name: version for name, version in each.versions.items() if here.versions.get(name) != version}
+        for each in made_by
+    )
+    made = dict.fromkeys(map(_packages_in_words, others))
+    return [
+        ("packages", _packages_in_words(here.versions)),
+        *(("made with other versions", each) for each in made if each),
+    ]
+
+
+def _packages_in_words(versions: Mapping[str, str]) -> str:
     """List the packages that are installed, with their versions."""
     return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()) if version != "none")
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tasks.reports.report import Cells, Notice, Report, Table
 from tasks.reports.text import number
-from tasks.verification.card import machine_in_words, packages_in_words
+from tasks.verification.card import machine_in_words, package_facts
 from tasks.verification.evaluation_card import CardScore, EvaluationCard
 from tasks.verification.measured_evaluation import interval_over
 from tasks.verification.records import Machine
@@ -88,21 +88,28 @@ class RepeatedEvaluation(BaseModel):
     def report(self) -> Report:
         """Return each score as stated and as computed, what contradicts the card, and what explains differences."""
         explained = list(self.explanations) if self.level != "equal" else []
-        versions = dict.fromkeys(packages_in_words(each.versions) for each in (self.made_by, self.repeated_by))
         return Report(
             f"{self.run}, version {self.version}, evaluated again: {LEVELS[self.level]}",
             facts=[
                 ("made by", machine_in_words(self.made_by)),
                 ("repeated by", machine_in_words(self.repeated_by)),
-                *(("packages", each) for each in versions),
+                *package_facts([self.made_by], self.repeated_by),
                 ("seconds", f"{self.seconds:.1f}"),
             ],
-            tables=[Table("", [_row(each) for each in self.scores], texts=["level", "furthest sample"])],
+            tables=[Table("", _rows(self.scores), texts=["level", "furthest sample"])],
             notices=[
                 Notice("the card contradicts itself or its folder", self.problems),
                 Notice("why numbers may be rounded otherwise", explained),
             ],
         )
+
+
+def _rows(scores: Sequence[RepeatedScore]) -> list[Cells]:
+    rows = [_row(each) for each in scores]
+    if not any(row["furthest sample"] for row in rows):
+        for row in rows:
+            del row["furthest sample"]
+    return rows
 
 
 def _row(score: RepeatedScore) -> Cells:

@@ -81,7 +81,7 @@ def section(root: Path, report: VerificationReport | None) -> str:
 
 def test_what_was_verified_is_a_table_by_stage(tmp_path: Path) -> None:
     found = section(tmp_path, verified(stages=(EQUAL, UNTRIED)))
-    assert "| stage | stages | equal to the bit | within rounding | differs | not tried | iterations |" in found
+    assert "| stage | stages | equal | rounding | differs | not tried | iterations |" in found
     assert "| update | 1 | 1 | 0 | 0 | 0 | 2 |" in found
     assert "| rewards | 1 | its server is gone |" in found
     assert "| verified | 2026-01-02 03:04 UTC, in 5 s |" in found

@@ -62,7 +62,7 @@ def test_rewards_times_and_where_to_look() -> None:
         "held-out reward, before → after": "0.500 → 0.375 (-0.125)",
         "held-out reward, blank images": "0.125",
         "seconds to the best held-out reward": "312 s, 1,440 samples: 0.625",
-        "throughput, samples / devices / seconds": "0.305",
+        "samples per device-second": "0.305",
         "seconds, this start": "12.3",
         "seconds, rollouts": "5.0",
         "reused from run other": "2 iterations",
