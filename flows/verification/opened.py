@@ -143,7 +143,7 @@ def with_identity(plan: VerifyPlan, described: Mapping[str, Any]) -> VerifyPlan:
     try:
         identity = identify(run.config, run.model, run.training, run.start, run.heldout)
     except InputError as error:
-        return replace(plan, problems=(*plan.problems, f"what the run was made with cannot be compared: {error}"))
+        return replace(plan, notes=(*plan.notes, f"what the run was made with cannot be compared: {error}"))
     settings = changed_settings(before.get("settings", {}), identity["settings"])
     changed = [f"{each} in config.yaml, which is not what made the run" for each in settings]
     changed += [] if not run.training else named_changes(before.get(INPUTS, {}), identity[INPUTS])
