@@ -25,7 +25,8 @@ from tasks.storage.files import is_local
 from tasks.verification.records import Difference, Machine
 
 _SHOWN = 3
-_MEASURED = ("seconds", "time", "memory")
+_COMMIT = re.compile(r"[0-9a-f]{7,40}")
+"""What a run records may be a stranger's, and git takes other words for options."""
 _FUNCTION = re.compile(r"^@@[^@]*@@ (?:async )?(?:def|class) (\w+)|^[+-](?:async )?(?:def|class) (\w+)", re.MULTILINE)
 
 
@@ -126,13 +127,15 @@ def _changed_code(stage: StoredStage, evidence: Evidence) -> Iterator[str]:
 
 def changed_functions(commit: str, files: Sequence[str]) -> list[str]:
     """Return `file: function` of what changed in these files of the checkout since a commit; empty without git."""
+    if not _COMMIT.fullmatch(commit):
+        return []
     command = ["git", "-C", str(CHECKOUT), "diff", "-U0", "--no-color", "--no-ext-diff", commit, "--", *files]
     try:
         text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     found: list[str] = []
-    for part in text.split("\ndiff --git ")[:]:
+    for part in text.split("\ndiff --git "):
         name = re.search(r" b/(\S+)", part)
         if name is None:
             continue

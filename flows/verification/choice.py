@@ -65,7 +65,8 @@ def choose(request: VerifyRequest, run: "StoredRun") -> tuple[tuple[Candidate, .
         by_kind = [[each for each in every if each[0] == kind] for kind in kinds]
         drawn = [each for own in by_kind for each in draw.sample(own, min(_DRAWN_OF_EACH, len(own)))]
         said = f"{_DRAWN_OF_EACH} iterations for each of {', '.join(kinds)}"
-    return tuple(each for each in every if each in drawn), f"{said}, drawn with --seed {seed}"
+    chosen = {*drawn}
+    return tuple(each for each in every if each in chosen), f"{said}, drawn with --seed {seed}"
 
 
 def _of_range(asked: range, every: list[Candidate], run: "StoredRun") -> tuple[tuple[Candidate, ...], str]:

@@ -36,6 +36,9 @@ from tasks.verification.checks import check_artifacts, check_sources, stored_art
 from tasks.verification.compare import DEFAULT_TOLERANCE
 from tasks.verification.records import StageVerification, VerificationReport
 
+_KEPT = 16
+"""Iterations, evaluations and rescorings whose stages stay in memory: what explains a difference is near."""
+
 
 class StagesOfRun:
     """The stages of a run by what they belong to, read when they are needed; the last few are kept."""
@@ -70,6 +73,9 @@ class StagesOfRun:
                 self._known[key] = stages_of_rescoring(self._run, rescoring, number)
             else:
                 self._known[key] = stages_of_iteration(self._run, number)
+            # They have the prompts of their plans.
+            while len(self._known) > _KEPT:
+                del self._known[next(iter(self._known))]
         return self._known[key]
 
 
@@ -135,8 +141,8 @@ def compute_all(
         for number, candidate in enumerate(plan.candidates, start=1):
             for stage in stages.of(candidate):
                 recomputation.verify(stage)
-                done[:] = recomputation.found.values()
             report_progress(number)
+        done[:] = recomputation.found.values()
         if any(kind == "evaluation" for kind, _, _ in plan.candidates):
             done += other_evaluations(plan.run)
     except (KeyboardInterrupt, StorageError) as error:

@@ -37,12 +37,21 @@ def check_artifacts(reader: RunReader, artifacts: Sequence[str]) -> list[str]:
     """Verify every file of these artifacts, and the joins of their tables; return what is wrong."""
     report = progress_of("checksums and joins", len(artifacts))
     problems: list[str] = []
+    by_round: dict[str, list[str]] = {}
+    for folder in artifacts:
+        by_round.setdefault(_round_of(folder), []).append(folder)
     for done, folder in enumerate(artifacts, start=1):
         found = reader.find(folder)
         if found is not None and reader.verify(found, only=found.manifest.files) and folder.endswith(f"/{ROLLOUTS}"):
-            problems += _unjoined(reader, folder, artifacts)
+            problems += _unjoined(reader, folder, by_round[_round_of(folder)])
         report(done)
     return [*(f"{each.place}: {each.reason}" for each in reader.damages), *problems]
+
+
+def _round_of(folder: str) -> str:
+    """Return the folder of the sampling round, or of the evaluation, that an artifact belongs to."""
+    place = folder.rpartition("/")[0]
+    return place.rpartition("/")[0] if place.endswith((f"/{REWARDS}", f"/{GUARDRAILS}")) else place
 
 
 def check_sources(reader: RunReader) -> list[str]:
@@ -55,7 +64,7 @@ def check_sources(reader: RunReader) -> list[str]:
     return problems
 
 
-def _unjoined(reader: RunReader, rollouts: str, artifacts: Sequence[str]) -> Iterator[str]:
+def _unjoined(reader: RunReader, rollouts: str, siblings: Sequence[str]) -> Iterator[str]:
     place = rollouts.rpartition("/")[0]
     samples = _ids(reader, rollouts, PARTS)
     if len({*samples}) < len(samples):
@@ -66,7 +75,7 @@ def _unjoined(reader: RunReader, rollouts: str, artifacts: Sequence[str]) -> Ite
         images = _ids(reader, rollouts, IMAGES) if has_images else []
         if images and {*images} != {*samples}:
             yield f"{rollouts}: {_first_lonely(images, samples)} is not in both rows and images"
-    for folder in artifacts:
+    for folder in siblings:
         if folder.startswith((f"{place}/{REWARDS}/", f"{place}/{GUARDRAILS}/")):
             scored = _ids(reader, folder, SCORES_FILE)
             if sorted(scored) != sorted(samples):
